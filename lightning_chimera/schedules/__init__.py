@@ -1,0 +1,81 @@
+"""Schedules: who runs what, in which order. Standard library only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lightning_chimera.schedules.action import Action, Kind, Placement, Schedule, render_grid
+from lightning_chimera.schedules.chimera import chimera
+from lightning_chimera.schedules.forward_only import forward_only
+from lightning_chimera.schedules.gpipe import gpipe
+from lightning_chimera.schedules.lowering import Instruction, Lowered, Message, Operation, lower
+from lightning_chimera.schedules.one_f_one_b import one_f_one_b
+from lightning_chimera.schedules.validate import ScheduleError, validate
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Family",
+    "Instruction",
+    "Kind",
+    "Lowered",
+    "Message",
+    "Operation",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "chimera",
+    "default_num_microbatches",
+    "forward_only",
+    "get_family",
+    "gpipe",
+    "lower",
+    "one_f_one_b",
+    "render_grid",
+    "validate",
+]
+
+
+class Family(NamedTuple):
+    """A kind of schedule that is known by name.
+
+    Attributes:
+        build: makes the schedule from a number of stages and a number of microbatches.
+        microbatches_per_stage: the default number of microbatches, divided by the number of stages.
+        summary: one line for people.
+    """
+
+    build: Callable[[int, int], Schedule]
+    microbatches_per_stage: int
+    summary: str
+
+
+SCHEDULES: dict[str, Family] = {
+    "chimera": Family(chimera, 1, "Two pipes in opposite directions: the smallest bubble, two copies of each stage."),
+    "gpipe": Family(gpipe, 2, "All forwards, then all backwards: the simplest, activations of all microbatches."),
+    "1f1b": Family(one_f_one_b, 2, "One forward, one backward in turn: GPipe's bubble with bounded activations."),
+}
+
+
+def get_family(name: str) -> Family:
+    """Return the schedule family of a name.
+
+    Raises:
+        ValueError: if no family has the name; it lists the known names and suggests the nearest.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    nearest = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"There is no schedule {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
+
+
+def default_num_microbatches(name: str, num_stages: int) -> int:
+    """Return the number of microbatches that a named schedule uses unless told otherwise.
+
+    Raises:
+        ValueError: if no family has the name.
+    """
+    return get_family(name).microbatches_per_stage * num_stages
