@@ -1,0 +1,1 @@
+"""Complete runs: primary configs for `lightning-chimera-train --config-name NAME`."""
