@@ -145,7 +145,7 @@ def _check_progress(schedule: Schedule, cells: dict[Action, Cell]) -> None:
     """Step all ranks until every row is done or nobody can move.
 
     A receive is matched at the latest when its rank reaches the compute that needs it, and a compute never waits for a
-    send. As the queues were found in order, message k - 1 is then matched too, so the producer is all that can be missing.
+    send. The queues were found in order, so message k - 1 is matched by then, and only the producer can be missing.
     """
     done = [0] * schedule.num_ranks
     moved = True

@@ -1,0 +1,20 @@
+"""Timelines: what a schedule costs, simulated or measured. ``plot`` is apart, since it needs matplotlib."""
+
+from __future__ import annotations
+
+from lightning_chimera.timeline.simulate import Costs, simulate
+from lightning_chimera.timeline.timeline import Grid, Span, Timeline, cell_text, render_timeline, sample
+from lightning_chimera.timeline.trace import chrome_trace, write_trace
+
+__all__ = [
+    "Costs",
+    "Grid",
+    "Span",
+    "Timeline",
+    "cell_text",
+    "chrome_trace",
+    "render_timeline",
+    "sample",
+    "simulate",
+    "write_trace",
+]

@@ -1,0 +1,168 @@
+"""Draws timelines as a figure: one panel each, on one time axis."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from lightning_chimera.schedules.action import Kind
+from lightning_chimera.timeline.timeline import Span, Timeline
+
+# Dark and light of two hues that colour-blind readers tell apart, with the ink that is legible on each.
+_DOWN, _UP = 0, 1
+_FILL = {
+    (Kind.FORWARD, _DOWN): "#1f5fa8",
+    (Kind.FORWARD, _UP): "#a9cdf0",
+    (Kind.BACKWARD, _DOWN): "#c4560a",
+    (Kind.BACKWARD, _UP): "#fbcf99",
+}
+_INK = {_DOWN: "white", _UP: "#1a1a1a"}
+_EDGE = "#ffffff"
+_AFTER = "#e9e9e9"
+_GREY = "#5a5a5a"
+
+_WIDTH = 12.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.2, 0.25, 0.6
+_ROW = 0.27
+_GAP = 0.55
+_POINTS = 72
+_MAX_FONT = 9.0
+_MIN_FONT = 3.5
+_DIGIT = 0.64
+"""Width of a digit, in font sizes."""
+
+
+def plot_timelines(timelines: Sequence[Timeline], *, time_label: str = "time") -> Figure:
+    """Draw timelines below each other on one time axis.
+
+    A panel shows the ranks as rows, rank 0 on top. A cell holds the number of its microbatch; what is white is bubble, and
+    what is grey comes after the timeline's end. The hue tells forward from backward; dark cells belong to the even pipes,
+    which run down, light cells to the odd ones, which run up.
+
+    Args:
+        timelines: what to draw, from top to bottom.
+        time_label: label of the time axis, with its unit.
+
+    Raises:
+        ValueError: if there is nothing to draw.
+    """
+    makespan = max((timeline.makespan for timeline in timelines), default=0.0)
+    if makespan == 0:
+        raise ValueError("There is nothing to draw: give at least one timeline in which something runs.")
+    panels = [_ROW * timeline.num_ranks for timeline in timelines]
+    height = _TOP + sum(panels) + _GAP * len(panels) + _BOTTOM
+    figure = Figure(figsize=(_WIDTH, height), facecolor="white")
+    points = (_WIDTH - _LEFT - _RIGHT) * _POINTS / makespan
+    top = height - _TOP
+    for timeline, panel in zip(timelines, panels, strict=True):
+        top -= _GAP + panel
+        box = (_LEFT / _WIDTH, top / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, panel / height)
+        axes = figure.add_axes(box, xlim=(0, makespan), ylim=(timeline.num_ranks - 0.5, -0.5))
+        _style(axes, timeline)
+        _draw(axes, timeline, points)
+    for axes in figure.axes[:-1]:
+        axes.tick_params(labelbottom=False)
+    figure.axes[-1].set_xlabel(time_label)
+    _add_legend(figure, timelines)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as PNG or SVG, by the suffix of the path, and return the path; folders are made.
+
+    Raises:
+        ValueError: if the suffix is another one.
+        OSError: if the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"A figure is written as .png or .svg; got {str(path)!r}. Change the suffix.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # With a fixed salt and no date a figure always gives the same bytes, which version control likes.
+    with mpl.rc_context({"svg.hashsalt": "lightning-chimera"}):
+        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def _style(axes: Axes, timeline: Timeline) -> None:
+    axes.set_title(
+        f"{timeline.name}: makespan {timeline.makespan:.4g}, bubble {timeline.bubble:.1%}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+        pad=5,
+    )
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", color=_GREY, labelsize=9)
+    for side in axes.spines.values():
+        side.set_color(_GREY)
+        side.set_linewidth(0.6)
+
+
+def _draw(axes: Axes, timeline: Timeline, points: float) -> None:
+    """Draw the cells of a panel; ``points`` is the width of one unit of time in points."""
+    font = _font_size(timeline, points)
+    axes.axvspan(timeline.makespan, axes.get_xlim()[1], color=_AFTER, linewidth=0)
+    for rank in range(timeline.num_ranks):
+        spans = timeline.of_rank(rank)
+        axes.broken_barh(
+            [(span.start, span.duration) for span in spans],
+            (rank - 0.5, 1),
+            facecolors=[_FILL[_style_of(span)] for span in spans],
+            edgecolors=_EDGE,
+            linewidth=0.7,
+        )
+        for span in spans:
+            text = str(span.action.microbatch)
+            if font >= _MIN_FONT and len(text) * _DIGIT * font <= span.duration * points:
+                middle = (span.start + span.end) / 2
+                ink = _INK[_style_of(span)[1]]
+                axes.text(middle, rank, text, color=ink, size=font, ha="center", va="center_baseline")
+
+
+def _style_of(span: Span) -> tuple[Kind, int]:
+    return span.action.kind, span.action.pipe % 2
+
+
+def _font_size(timeline: Timeline, points: float) -> float:
+    """Return the size at which the longest number fits into an ordinary cell of the shorter kind."""
+    digits = max((len(str(span.action.microbatch)) for span in timeline.spans), default=1)
+    widths: dict[Kind, list[float]] = {}
+    for span in timeline.spans:
+        widths.setdefault(span.action.kind, []).append(span.duration * points)
+    narrowest = min(map(statistics.median, widths.values()), default=0.0)
+    return min(_MAX_FONT, 0.85 * narrowest / (digits * _DIGIT))
+
+
+def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    used = {_style_of(span) for timeline in timelines for span in timeline.spans}
+    directions = {_DOWN: "down", _UP: "up"} if any(direction == _UP for _, direction in used) else {_DOWN: ""}
+    handles = [
+        Patch(facecolor=_FILL[kind, direction], label=f"{kind.name.lower()} {word}".rstrip())
+        for direction, word in directions.items()
+        for kind in Kind
+        if (kind, direction) in used
+    ]
+    handles.append(Patch(facecolor="white", edgecolor=_GREY, linewidth=0.6, label="bubble"))
+    anchor = (_LEFT / _WIDTH, 1 - 0.12 / figure.get_figheight())
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=anchor,
+        ncols=len(handles),
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0,
+        fontsize=9.5,
+        handlelength=1.4,
+        handleheight=0.9,
+        columnspacing=1.6,
+    )

@@ -1,0 +1,114 @@
+"""Writes timelines in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_chimera.timeline.timeline import Span, Timeline
+
+Event = dict[str, Any]
+
+_COMPUTE = 0
+_MICROSECONDS = 1e6
+# Names of the viewer's palette, one for each pipe in turn.
+_COLOURS = ("thread_state_running", "thread_state_runnable", "thread_state_iowait", "thread_state_uninterruptible")
+
+
+def chrome_trace(timelines: Mapping[str, Timeline] | Timeline) -> Event:
+    """Return a trace as an object that ``json.dump`` can write.
+
+    A rank is a process; each message between two ranks is an arrow. Several timelines stand one below the other on one
+    time axis.
+
+    Args:
+        timelines: one timeline, or several under their titles.
+    """
+    events: list[Event] = []
+    if isinstance(timelines, Timeline):
+        events += _events(timelines, "", 0)
+    else:
+        first_process = 0
+        for title, timeline in timelines.items():
+            events += _events(timeline, f"{title}, ", first_process)
+            first_process += timeline.num_ranks
+    # An arrow has one identifier at both of its ends, different from those of all other arrows.
+    arrows = (event for event in events if event["ph"] in "sf")
+    for number, event in enumerate(arrows):
+        event["id"] = number // 2
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: str | os.PathLike[str], timelines: Mapping[str, Timeline] | Timeline) -> Path:
+    """Write a trace file and return its path; folders are made, and an interrupted write leaves no file behind.
+
+    Args:
+        path: the JSON file to write.
+        timelines: one timeline, or several under their titles.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(chrome_trace(timelines)) + "\n", encoding="ascii")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _events(timeline: Timeline, prefix: str, first_process: int) -> Iterator[Event]:
+    for rank in range(timeline.num_ranks):
+        process = first_process + rank
+        yield _metadata("process_name", process, name=f"{prefix}rank {rank}")
+        yield _metadata("process_sort_index", process, sort_index=process)
+        yield _metadata("thread_name", process, name="compute")
+    for span in timeline.spans:
+        yield _slice(span, first_process)
+    yield from _arrows(timeline, first_process)
+
+
+def _metadata(event: str, process: int, **args: str | int) -> Event:
+    return {"ph": "M", "name": event, "pid": process, "tid": _COMPUTE, "args": args}
+
+
+def _slice(span: Span, first_process: int) -> Event:
+    action = span.action
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": action.kind.name.lower(),
+        "pid": first_process + span.rank,
+        "tid": _COMPUTE,
+        "ts": span.start * _MICROSECONDS,
+        "dur": span.duration * _MICROSECONDS,
+        "cname": _COLOURS[action.pipe % len(_COLOURS)],
+        "args": {
+            "stage": action.stage,
+            "microbatch": action.microbatch,
+            "pipe": action.pipe,
+            "kind": action.kind.name.lower(),
+        },
+    }
+
+
+def _arrows(timeline: Timeline, first_process: int) -> Iterator[Event]:
+    """Yield the start and the finish of the arrow of each message, next to each other."""
+    spans = {span.action: span for span in timeline.spans}
+    num_stages = 1 + max((action.stage for action in spans), default=0)
+    for span in timeline.spans:
+        producer = spans.get(span.action.predecessor(num_stages) or span.action, span)
+        if producer.rank == span.rank:
+            continue
+        name = f"{producer.action} -> {span.action}"
+        arrow = {"name": name, "cat": "message", "tid": _COMPUTE}
+        # Viewers tie an arrow to the slice around its time, so it starts shortly before the end of the producer's.
+        start = (producer.start + 0.99 * producer.duration) * _MICROSECONDS
+        yield {**arrow, "ph": "s", "pid": first_process + producer.rank, "ts": start}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": first_process + span.rank, "ts": span.start * _MICROSECONDS}
