@@ -42,9 +42,9 @@ _DIGIT = 0.64
 def plot_timelines(timelines: Sequence[Timeline], *, time_label: str = "time") -> Figure:
     """Draw timelines below each other on one time axis.
 
-    A panel shows the ranks as rows, rank 0 on top. A cell holds the number of its microbatch; what is white is bubble, and
-    what is grey comes after the timeline's end. The hue tells forward from backward; dark cells belong to the even pipes,
-    which run down, light cells to the odd ones, which run up.
+    A panel shows the ranks as rows, rank 0 on top. A cell holds the number of its microbatch. What is white is bubble;
+    what is grey comes after the end of the timeline. The hue tells forward from backward; dark cells belong to the even
+    pipes, which run down, light cells to the odd ones, which run up.
 
     Args:
         timelines: what to draw, from top to bottom.

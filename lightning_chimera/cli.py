@@ -1,0 +1,241 @@
+"""The command ``lightning-chimera``: look at schedules, and copy recipes, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.resources
+import json
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_chimera.schedules import Action, Kind, Schedule, default_num_microbatches, get_family
+from lightning_chimera.timeline import Costs, Timeline, cell_text, sample, simulate, write_trace
+
+app = typer.Typer(
+    name="lightning-chimera",
+    help="Look at pipeline schedules and copy recipes.",
+    no_args_is_help=True,
+    # Plain messages: a mistake takes a line or two, in a terminal as well as in the log of a job.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+recipes = typer.Typer(help="List and copy the recipes that come with the package.", no_args_is_help=True)
+app.add_typer(recipes, name="recipes")
+
+Name = Annotated[str, typer.Argument(help="A schedule: chimera, gpipe or 1f1b.", show_default=False)]
+Names = Annotated[list[str], typer.Argument(help="Schedules to compare: chimera, gpipe, 1f1b.", show_default=False)]
+Stages = Annotated[int, typer.Option(help="Number of stages.", show_default=False)]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(help="Number of microbatches; by default the schedule's own, the largest where several are compared."),
+]
+CostsText = Annotated[str, typer.Option("--costs", help="Time of a forward and a backward as F:B, or as F:I:W.")]
+Latency = Annotated[float, typer.Option(help="Time from the end of an action until another rank has its output.")]
+
+_STYLES = {Kind.FORWARD: ("bold blue", "cyan"), Kind.BACKWARD: ("bold red", "yellow")}
+"""The colour of a kind in down pipes and in up pipes."""
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        with _mistakes():
+            typer.echo(f"lightning-chimera {importlib.metadata.version('lightning-chimera')}")
+        raise typer.Exit
+
+
+@app.command()
+def schedule(
+    name: Name,
+    stages: Stages,
+    microbatches: Microbatches = None,
+    costs: CostsText = "1:2",
+    latency: Latency = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Print a schedule as a grid of time, with its makespan, bubble and peak activations."""
+    with _mistakes():
+        times = Costs.parse(costs, latency=latency)
+        (built,) = _build([name], stages, microbatches)
+        timeline = simulate(built, times)
+    if as_json:
+        typer.echo(json.dumps(_facts(built, times, timeline)))
+        return
+    console = Console(highlight=False)
+    _print_grid(console, timeline)
+    console.print(
+        f"\n{built.name}, {built.num_stages} stages, {built.num_microbatches} microbatches: "
+        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}",
+        soft_wrap=True,
+    )
+    console.print(_rank_table(built, timeline))
+
+
+@app.command()
+def plot(
+    names: Names,
+    stages: Stages,
+    out: Annotated[Path, typer.Option(help="The picture to write, .png or .svg.", show_default=False)],
+    microbatches: Microbatches = None,
+    costs: CostsText = "1:2",
+    latency: Latency = 0.0,
+) -> None:
+    """Draw schedules below each other on one time axis."""
+    # matplotlib takes a second to load, which only this command needs.
+    from lightning_chimera.timeline.plot import plot_timelines, save_figure
+
+    with _mistakes():
+        times = Costs.parse(costs, latency=latency)
+        timelines = [simulate(built, times) for built in _build(names, stages, microbatches)]
+        save_figure(plot_timelines(timelines, time_label=f"time (forward : backward = {costs})"), out)
+    typer.echo(f"Wrote {out}")
+
+
+@app.command()
+def trace(
+    names: Names,
+    stages: Stages,
+    out: Annotated[Path, typer.Option(help="The trace to write, .json.", show_default=False)],
+    microbatches: Microbatches = None,
+    costs: CostsText = "1:2",
+    latency: Latency = 0.0,
+) -> None:
+    """Write schedules as a trace for ui.perfetto.dev or chrome://tracing; a time of 1 becomes a second."""
+    with _mistakes():
+        if out.suffix != ".json":
+            raise ValueError(f"A trace is written as .json; got {str(out)!r}. Change the suffix.")
+        times = Costs.parse(costs, latency=latency)
+        write_trace(out, {built.name: simulate(built, times) for built in _build(names, stages, microbatches)})
+    typer.echo(f"Wrote {out}")
+
+
+@recipes.command("ls")
+def list_recipes() -> None:
+    """List the recipes, each with the first line of its comment."""
+    with _mistakes():
+        table = Table.grid(padding=(0, 3))
+        for name, recipe in _recipes().items():
+            table.add_row(name, _first_comment(recipe))
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+@recipes.command("cp")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="A recipe, as listed by ls.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to copy it to.", show_default=False)],
+) -> None:
+    """Copy a recipe to a folder, to change it there; a file that exists is never overwritten."""
+    with _mistakes():
+        known = _recipes()
+        name = name.removesuffix(".yaml")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"There is no recipe {name!r}. Known recipes: {', '.join(known)}.{hint}")
+        target = folder / f"{name}.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with target.open("xb") as file:
+                file.write(known[name].read_bytes())
+        except FileExistsError:
+            raise ValueError(f"{target} exists and is not overwritten. Move it, or choose another folder.") from None
+    typer.echo(f"Wrote {target}")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@contextlib.contextmanager
+def _mistakes() -> Iterator[None]:
+    """Turn a user's mistake into a message and exit code 2."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _build(names: list[str], stages: int, microbatches: int | None) -> list[Schedule]:
+    """Return the schedules, all with the same number of microbatches so that they do the same work."""
+    if microbatches is None:
+        microbatches = max(default_num_microbatches(name, stages) for name in names)
+    return [get_family(name).build(stages, microbatches) for name in names]
+
+
+def _facts(built: Schedule, costs: Costs, timeline: Timeline) -> dict[str, object]:
+    return {
+        "name": built.name,
+        "stages": built.num_stages,
+        "microbatches": built.num_microbatches,
+        "costs": {"forward": costs.forward, "backward": costs.backward, "latency": costs.latency},
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "idle": list(timeline.idle),
+        "peak_activations": list(built.peak_activations),
+        "actions": [[str(action) for action in row] for row in built.rows],
+    }
+
+
+def _print_grid(console: Console, timeline: Timeline) -> None:
+    """Print a line for each rank, cut into blocks as wide as the terminal; in whole where the output is no terminal."""
+    grid = sample(timeline)
+    labels = [f"rank {rank} " for rank in range(timeline.num_ranks)]
+    indent = max(map(len, labels))
+    width = max(len(cell_text(action)) for row in grid.rows for action in row) + 1
+    num_columns = len(grid.rows[0])
+    block = max(5, (console.width - indent) // width) if console.is_terminal else num_columns
+    for first in range(0, num_columns, block):
+        columns = slice(first, first + block)
+        # A cell is narrower than many a time, so only every fifth column has its time, with the room of five.
+        ticks = [f"{column * grid.column:g}" if column % 5 == 0 else "" for column in range(num_columns)][columns]
+        rulers = [ruler.ljust(5 * width) for ruler in ticks if ruler]
+        header = "time".ljust(indent) + " " * (width * (-first % 5)) + "".join(rulers)
+        console.print(Text(header[: indent + width * len(ticks)].rstrip(), style="dim"), soft_wrap=True)
+        for label, row in zip(labels, grid.rows, strict=True):
+            line = Text(label.ljust(indent))
+            for action in row[columns]:
+                line.append(cell_text(action).ljust(width), style=_style(action))
+            line.rstrip()
+            console.print(line, soft_wrap=True)
+
+
+def _style(action: Action | None) -> str:
+    return "dim" if action is None else _STYLES[action.kind][action.pipe % 2]
+
+
+def _rank_table(built: Schedule, timeline: Timeline) -> Table:
+    table = Table("rank", "stages", "idle", "peak activations")
+    for rank, (idle, peak) in enumerate(zip(timeline.idle, built.peak_activations, strict=True)):
+        table.add_row(str(rank), ", ".join(map(str, built.placement.stages_of(rank))), f"{idle:g}", str(peak))
+    return table
+
+
+def _recipes() -> dict[str, Traversable]:
+    """Return the recipes of the package by their names, in alphabetical order."""
+    files = importlib.resources.files("lightning_chimera.recipes").iterdir()
+    found = {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}
+    return dict(sorted(found.items()))
+
+
+def _first_comment(recipe: Traversable) -> str:
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+
+
+if __name__ == "__main__":
+    main()
