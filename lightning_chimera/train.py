@@ -1,0 +1,105 @@
+"""Trains what the composed config describes: `lightning-chimera-train`, or `python -m lightning_chimera.train`.
+
+Lightning starts the other ranks by running the same command line again, so there is no subcommand before Hydra's
+arguments. torch is imported after Hydra has read them: `--help` and a misspelt option answer at once.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.plugins import Plugins
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+
+from hydra_plugins.lightning_chimera import LightningChimeraSearchPathPlugin
+
+if TYPE_CHECKING:
+    import lightning as L
+
+
+def run(config: DictConfig) -> float | None:
+    """Builds the trainer, the data and the module, and fits.
+
+    Args:
+        config: The composed config, with the keys of `conf/train.yaml`.
+
+    Returns:
+        The last validation loss, which a sweep may minimise; None if there was no validation.
+
+    Raises:
+        CompactHydraException: If something is wrong before the first step, with the message alone, since that is
+            most likely a mistake in the config. `HYDRA_FULL_ERROR=1` shows where it came from.
+    """
+    import lightning as L
+    from hydra.utils import instantiate
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    losses: list[float] = []
+
+    def keep_loss(trainer: "L.Trainer", module: "L.LightningModule") -> None:
+        if not trainer.sanity_checking and "val/loss" in trainer.callback_metrics:
+            losses.append(trainer.callback_metrics["val/loss"].item())
+
+    _leave_logging_to_hydra()
+    L.seed_everything(config.seed, workers=True)
+    # Plain containers, not OmegaConf's: they end up in checkpoints, which load with weights_only=True.
+    datamodule = instantiate(config.data, _convert_="all")
+    module = instantiate(config.model, _convert_="all")
+    callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
+    callbacks.append(LambdaCallback(on_validation_end=keep_loss))
+    logger = instantiate(config.logger, _convert_="all") if config.logger else False
+    trainer = instantiate(config.trainer, logger=logger, callbacks=callbacks, _convert_="all")
+    try:
+        trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException) as error:
+        if trainer.global_step > 0:
+            raise
+        raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+    if trainer.is_global_zero:
+        _print_summary(trainer, losses, Path(config.paths.output_dir))
+    return losses[-1] if losses else None
+
+
+def _leave_logging_to_hydra() -> None:
+    """Takes Lightning's own handlers away, which would print each message that Hydra's handlers print a second time."""
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) -> None:
+    """Says where everything lies and whether it learned."""
+    from rich.console import Console
+
+    lines = []
+    if losses:
+        lines.append(("validation loss", f"{losses[0]:.3f} -> {losses[-1]:.3f}"))
+    if trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path:
+        lines.append(("best checkpoint", trainer.checkpoint_callback.best_model_path))
+    lines += [("timeline picture", str(picture)) for picture in sorted(output_dir.glob("*.png"))]
+    if trainer.log_dir:
+        lines.append(("logged values", trainer.log_dir))
+    lines.append(("run folder", str(output_dir)))
+    console = Console(highlight=False, soft_wrap=True)
+    for label, value in lines:
+        console.print(f"[bold]{label:<17}[/bold]{value}")
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_chimera.conf", config_name="train")
+def train(config: DictConfig) -> float | None:
+    """Hydra's task function."""
+    return run(config)
+
+
+def main() -> None:
+    """Runs `train` with the recipes on the search path, also where Hydra cannot discover the plugin by itself."""
+    Plugins.instance().register(LightningChimeraSearchPathPlugin)
+    train()
+
+
+if __name__ == "__main__":
+    main()
