@@ -98,7 +98,8 @@ def plot(
     with _mistakes():
         times = Costs.parse(costs, latency=latency)
         timelines = [simulate(built, times) for built in _build(names, stages, microbatches)]
-        save_figure(plot_timelines(timelines, time_label=f"time (forward : backward = {costs})"), out)
+        label = f"time (forward {times.forward:g}, backward {times.backward:g})"
+        save_figure(plot_timelines(timelines, time_label=label), out)
     typer.echo(f"Wrote {out}")
 
 

@@ -3,20 +3,20 @@
 Rank r holds stage r of the down pipe and stage (num_stages - 1 - r) of the up pipe. Four stages, four microbatches, of
 which 0 and 1 run down and 2 and 3 run up; a backward twice as long as a forward:
 
-    rank 0   F0 F1 .  F2 B2 B2 F3 B3 B3 .  B0 B0 .  .  B1 B1
-    rank 1   .  F0 F2 F1 F3 .  B2 B2 B0 B0 B3 B3 B1 B1 .  .
-    rank 2   .  F2 F0 F3 F1 .  B0 B0 B2 B2 B1 B1 B3 B3 .  .
-    rank 3   F2 F3 .  F0 B0 B0 F1 B1 B1 .  B2 B2 .  .  B3 B3
+    rank 0  F0 F1 .  F2 B2 B2 F3 B3 B3 .  B0 B0 .  .  B1 B1
+    rank 1  .  F0 F2 F1 F3 .  B2 B2 B0 B0 B3 B3 B1 B1 .  .
+    rank 2  .  F2 F0 F3 F1 .  B0 B0 B2 B2 B1 B1 B3 B3 .  .
+    rank 3  F2 F3 .  F0 B0 B0 F1 B1 B1 .  B2 B2 .  .  B3 B3
 
 The order comes from a table of slots for units of num_stages microbatches, half of them in each pipe. In a unit, stage
 s runs the forward of the pipe's i-th microbatch in slot s + 2i and its backward in slot (2 num_stages - 1 - s) + 2i;
 with an even number of stages no two actions of a rank share a slot:
 
-    slot     0  1  2  3  4  5  6  7  8  9
-    rank 0   F0 F1 .  F2 B2 F3 B3 B0 .  B1
-    rank 1   .  F0 F2 F1 F3 B2 B0 B3 B1 .
-    rank 2   .  F2 F0 F3 F1 B0 B2 B1 B3 .
-    rank 3   F2 F3 .  F0 B0 F1 B1 B2 .  B3
+    slot    0  1  2  3  4  5  6  7  8  9
+    rank 0  F0 F1 .  F2 B2 F3 B3 B0 .  B1
+    rank 1  .  F0 F2 F1 F3 B2 B0 B3 B1 .
+    rank 2  .  F2 F0 F3 F1 B0 B2 B1 B3 .
+    rank 3  F2 F3 .  F0 B0 F1 B1 B2 .  B3
 
 Each further unit takes the next (2 num_stages) slots, so its first forwards fill the last bubbles of the unit before.
 Slots give the order only: an action starts as soon as its rank is free and its input is there.

@@ -2,10 +2,10 @@
 
 Four stages, three microbatches:
 
-    rank 0   F0 F1 F2 .  .  .
-    rank 1   .  F0 F1 F2 .  .
-    rank 2   .  .  F0 F1 F2 .
-    rank 3   .  .  .  F0 F1 F2
+    rank 0  F0 F1 F2 .  .  .
+    rank 1  .  F0 F1 F2 .  .
+    rank 2  .  .  F0 F1 F2 .
+    rank 3  .  .  .  F0 F1 F2
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Costs:
         """Read ``F:B``, or ``F:I:W`` where a backward takes I + W (input gradient and weight gradient).
 
         Raises:
-            ValueError: if the text has another form or holds a time that is negative or not finite.
+            ValueError: if the text has another form or holds a time that cannot be.
         """
         try:
             times = [float(time) for time in text.split(":")]
@@ -52,8 +52,8 @@ class Costs:
                 f"{text!r} is no cost: write F:B or F:I:W, a number for each letter, such as 1:2 or 1:1:1."
             )
         forward, *backward = times
-        if min(times) < 0:
-            raise ValueError(f"The times of {text!r} must be 0 or more.")
+        if not (forward > 0 and sum(backward) > 0 and min(backward) >= 0):
+            raise ValueError(f"{text!r} is no cost: a forward and a backward take some time, and no part less than 0.")
         return cls(forward, sum(backward), latency)
 
     def of(self, action: Action) -> float:
