@@ -1,0 +1,105 @@
+"""Whole-model names in, whole-model names out, whatever the layout.
+
+A checkpoint is the file that a plain Trainer writes: the union of what the ranks hold, under the names and optimizer ids of a
+single process. So it loads at any number of stages and replicas, and in a plain Trainer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_chimera.partition.ownership import Ownership
+from lightning_chimera.runtime.packing import receive_tree, send_tree
+
+
+def gather_parameters(module: nn.Module, ownership: Ownership, world: ProcessGroup) -> dict[nn.Parameter, Tensor]:
+    """Brings the parameters that global rank 0 does not hold to it. Every rank calls it.
+
+    Returns:
+        On global rank 0 the values of its placeholders, on the CPU; nothing elsewhere.
+    """
+    values: dict[nn.Parameter, Tensor] = {}
+    for parameter in module.parameters():
+        owner = ownership.owner(parameter)
+        if owner == 0:
+            continue
+        if ownership.rank == 0:
+            values[parameter] = torch.empty(parameter.shape, dtype=parameter.dtype)
+            dist.recv(values[parameter], owner, group=world)
+        elif ownership.rank == owner:
+            dist.send(parameter.detach().cpu().contiguous(), 0, group=world)
+    return values
+
+
+def module_state(module: nn.Module, ownership: Ownership, world: ProcessGroup) -> dict[str, Any]:
+    """The state of the whole module on global rank 0, with its names in their order; empty elsewhere.
+
+    Every rank calls it.
+    """
+    values = gather_parameters(module, ownership, world)
+    if ownership.rank != 0:
+        return {}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        name: values[named[name]] if name in named and named[name] in values else value
+        for name, value in module.state_dict().items()
+    }
+
+
+def spread_parameters(
+    module: nn.Module, ownership: Ownership, world: ProcessGroup, device: torch.device
+) -> dict[nn.Parameter, Tensor]:
+    """Brings every parameter to every rank. Every rank calls it.
+
+    Returns:
+        The values of this rank's placeholders.
+    """
+    values: dict[nn.Parameter, Tensor] = {}
+    everyone = dist.get_world_size(world)
+    for parameter in module.parameters():
+        if len(ownership.holders[parameter]) == everyone:
+            continue
+        if parameter.is_meta:
+            value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        else:
+            value = parameter.detach().cpu().contiguous()
+        dist.broadcast(value, ownership.owner(parameter), group=world)
+        if parameter.is_meta:
+            values[parameter] = value.to(device)
+    return values
+
+
+def optimizer_state(optimizer: Optimizer, ownership: Ownership, world: ProcessGroup) -> dict[str, Any]:
+    """The state of the optimizer of the whole module on global rank 0; empty elsewhere. Every rank calls it."""
+    state = optimizer.state_dict()
+    owners = [ownership.owner(parameter) for parameter in _parameters(optimizer)]
+    if ownership.rank != 0:
+        own = {index: value for index, value in state["state"].items() if owners[index] == ownership.rank}
+        if ownership.rank in owners:
+            send_tree(own, 0, world)
+        return {}
+    merged = {index: value for index, value in state["state"].items() if owners[index] == 0}
+    for rank in sorted(set(owners) - {0}):
+        merged |= receive_tree(rank, world)
+    return {**state, "state": dict(sorted(merged.items()))}
+
+
+def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Loads what concerns the parameters on this rank from the state of the whole module's optimizer."""
+    parameters = _parameters(optimizer)
+    own = {
+        index: value
+        for index, value in state["state"].items()
+        if index >= len(parameters) or not parameters[index].is_meta  # a wrong index is the optimizer's to refuse
+    }
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _parameters(optimizer: Optimizer) -> Sequence[nn.Parameter]:
+    """The optimizer's parameters in the order of their ids."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,193 @@
+"""What a HuggingFace model is made of, as a pipeline sees it.
+
+A model is cut along one list of blocks. What runs before the list (embeddings) is the prologue and belongs to the first
+stage; what runs after it (final norm, pooler, heads) is the epilogue and belongs to the last. In between they are
+numbered as *layers*: 0 is the prologue, 1 .. num_blocks are the blocks, num_blocks + 1 is the epilogue.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+StandIn = Callable[..., Any]
+"""Takes the place of a prologue module on a stage that does not own it; see :class:`Family`."""
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> Tensor:
+    """Stands in for an embedding table whose result is added to the hidden states."""
+    return torch.zeros(())
+
+
+def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Stands in for a dropout."""
+    return hidden
+
+
+def _embedded(*_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> Tensor:
+    """Stands in for a whole embedding module that is handed ``inputs_embeds``."""
+    return inputs_embeds
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one HuggingFace architecture is cut: one entry a family, under the class name of its base model.
+
+    Attributes:
+        blocks: Path from the base model to the list of blocks.
+        prologue: The modules that run before the blocks (paths from the base model), each with the function that
+            stands in for it on later stages, where its parameters are missing. What it returns is thrown away when the
+            first block of the stage is entered, so only its shape must pass through the code in between.
+    """
+
+    blocks: str
+    prologue: Mapping[str, StandIn]
+
+
+FAMILIES: dict[str, Family] = {
+    "GPT2Model": Family(blocks="h", prologue={"wte": _nothing, "wpe": _nothing, "drop": _identity}),
+    "BertModel": Family(blocks="encoder.layer", prologue={"embeddings": _embedded}),
+}
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """How a head's own loss normalises: a mean over the labels that are not ``ignore_index``.
+
+    Attributes:
+        labels: Name of the labels, in the batch and in the head's ``forward``.
+        shift: How many leading positions have no prediction: 1 for a causal language model, else 0.
+        ignore_index: The label that does not count.
+    """
+
+    labels: str = "labels"
+    shift: int = 0
+    ignore_index: int = -100
+
+    def count(self, labels: Tensor) -> int:
+        """Number of labels over which the head takes its mean."""
+        return int((labels[..., self.shift :] != self.ignore_index).sum())
+
+
+HEAD_LOSSES: dict[str, TokenLoss] = {
+    "GPT2LMHeadModel": TokenLoss(shift=1),
+    "BertForMaskedLM": TokenLoss(),
+}
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts of the one HuggingFace model inside a user's module are.
+
+    Attributes:
+        base: The base model, whose ``forward`` walks through the blocks.
+        base_name: Its path in the user's module.
+        top: The outermost HuggingFace model around it (the base itself where there is no head).
+        top_name: Its path in the user's module.
+        family: How it is cut.
+        num_blocks: Length of its list of blocks.
+    """
+
+    base: PreTrainedModel
+    base_name: str
+    top: PreTrainedModel
+    top_name: str
+    family: Family
+    num_blocks: int
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks, prologue and epilogue."""
+        return self.num_blocks + 2
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the tensor that crosses a stage boundary."""
+        return int(self.base.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the tensor that crosses a stage boundary: the residual stream has that of the parameters."""
+        return next(self.base.parameters()).dtype
+
+    @property
+    def head_loss(self) -> TokenLoss | None:
+        """How the head's own loss normalises; ``None`` for a head that the table does not know."""
+        return HEAD_LOSSES.get(type(self.top).__name__)
+
+    def container(self) -> tuple[nn.Module, str]:
+        """The module that holds the list of blocks, and the attribute under which it does."""
+        path, _, attribute = self.family.blocks.rpartition(".")
+        return self.base.get_submodule(path), attribute
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks, in order."""
+        container, attribute = self.container()
+        return list(getattr(container, attribute))
+
+    def layer_of(self, parameter: str) -> int | None:
+        """The layer that uses a parameter, by its name in the user's module.
+
+        Returns:
+            The layer's number, or ``None`` for a parameter outside the HuggingFace model, which is the user's own and
+            may be used anywhere.
+        """
+        inside_base = _below(parameter, self.base_name)
+        if inside_base is not None:
+            index = _below(inside_base, self.family.blocks)
+            if index is not None:
+                return 1 + int(index.split(".")[0])
+            if any(_below(inside_base, name) is not None for name in self.family.prologue):
+                return 0
+            return self.num_blocks + 1
+        return self.num_blocks + 1 if _below(parameter, self.top_name) is not None else None
+
+
+def _below(name: str, prefix: str) -> str | None:
+    """The rest of a dotted name under a prefix, or ``None`` where it is not under it."""
+    if not prefix:
+        return name
+    return name[len(prefix) + 1 :] if name.startswith(prefix + ".") else None
+
+
+def find_anatomy(module: nn.Module) -> Anatomy:
+    """Finds the one HuggingFace model in a user's module that can be cut into stages.
+
+    Raises:
+        ValueError: There is none, or more than one, or it is of a family that is not known.
+    """
+    known = ", ".join(sorted(FAMILIES))
+    found = [(name, part) for name, part in module.named_modules() if type(part).__name__ in FAMILIES]
+    if not found:
+        models = sorted({type(part).__name__ for part in module.modules() if isinstance(part, PreTrainedModel)})
+        inside = f"the HuggingFace models {', '.join(models)}" if models else "no HuggingFace model"
+        raise ValueError(
+            f"{type(module).__name__} holds {inside}, and no model that can be cut into pipeline stages."
+            f" The model must contain exactly one of: {known}."
+        )
+    if len(found) > 1:
+        names = ", ".join(f"{name!r} ({type(part).__name__})" for name, part in found)
+        raise ValueError(
+            f"{type(module).__name__} holds {len(found)} models that can be cut into pipeline stages: {names}."
+            " A pipeline has exactly one; keep the others outside of the LightningModule."
+        )
+    base_name, base = found[0]
+    outer = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, PreTrainedModel) and (base_name == name or _below(base_name, name) is not None)
+    ]
+    top_name, top = min(outer, key=lambda item: len(item[0]))
+    family = FAMILIES[type(base).__name__]
+    path, _, attribute = family.blocks.rpartition(".")
+    return Anatomy(
+        base=base,
+        base_name=base_name,
+        top=top,
+        top_name=top_name,
+        family=family,
+        num_blocks=len(getattr(base.get_submodule(path), attribute)),
+    )

@@ -1,0 +1,62 @@
+"""What a run will do, said once before it starts."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from lightning_chimera.partition.stage import StageRunner
+from lightning_chimera.runtime.topology import Topology
+from lightning_chimera.schedules import Schedule
+from lightning_chimera.timeline import Costs, simulate
+
+
+def plan_table(
+    schedule: Schedule, topology: Topology, runner: StageRunner, costs: Sequence[int], parameters: Sequence[int]
+) -> Table:
+    """A table of the ranks of one pipeline group and what is on them.
+
+    Args:
+        schedule: The training schedule.
+        topology: Where the positions are.
+        runner: The stages.
+        costs: Estimated cost of each stage.
+        parameters: Number of parameters of each stage.
+    """
+    total = sum(costs)
+    bubble = simulate(schedule, stage_costs(costs)).bubble
+    table = Table(
+        title=f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_pipes} pipe(s),"
+        f" {schedule.num_microbatches} microbatches, {topology.num_replicas} replica(s)",
+        caption=f"Simulated bubble with the estimated costs: {bubble:.0%}. cuts={list(runner.cuts)}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("global ranks", "position", "stages", "blocks", "parameters", "cost", "activations"):
+        table.add_column(heading, justify="left" if heading in ("stages", "blocks") else "right")
+    for position in reversed(range(topology.num_positions)):
+        stages = schedule.placement.stages_of(position)
+        ranks = [topology.at(position, replica) for replica in range(topology.num_replicas)]
+        table.add_row(
+            ", ".join(map(str, ranks)),
+            str(position),
+            ", ".join(map(str, stages)),
+            ", ".join(_blocks(runner, stage) for stage in stages),
+            f"{sum(parameters[stage] for stage in stages):,}",
+            f"{sum(costs[stage] for stage in stages) / total:.0%}",
+            str(schedule.peak_activations[position]),
+        )
+    return table
+
+
+def stage_costs(costs: Sequence[int]) -> Costs:
+    """Costs for the simulator, in units of the mean stage's forward; a backward costs two forwards."""
+    mean = sum(costs) / len(costs)
+    return Costs(forward=[cost / mean for cost in costs], backward=[2 * cost / mean for cost in costs])
+
+
+def _blocks(runner: StageRunner, stage: int) -> str:
+    """The blocks of a stage in words."""
+    blocks = runner.blocks_of(stage)
+    first = "embeddings + " if stage == 0 else ""
+    last = " + head" if stage == runner.num_stages - 1 else ""
+    return f"{first}{blocks.start}-{blocks.stop - 1}{last}" if len(blocks) > 1 else f"{first}{blocks.start}{last}"

@@ -1,0 +1,190 @@
+"""Logged values and metrics that are equal on every rank.
+
+The user's step runs only where the last stage is. What it logs there is recorded instead of logged, combined over the
+microbatches of all replicas, and then logged once on every rank: so callbacks, progress bars, loggers and schedulers see the
+same values everywhere, as in a single process.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torchmetrics import Metric
+
+_PASSIVE = "_chimera_passive"
+"""Marks a metric that was only told about an update, so that its state does not count in a sum over ranks."""
+
+
+@dataclass
+class LogCall:
+    """One call of ``self.log``.
+
+    Attributes:
+        name: The key.
+        value: The value on the CPU; for a metric, its value for this step if it has one.
+        metric: Path of the metric in the module, if one was logged.
+        options: All other arguments.
+    """
+
+    name: str
+    value: Tensor | None
+    metric: str | None
+    options: dict[str, Any]
+
+
+@dataclass
+class Report:
+    """What one microbatch (or one evaluated batch) had to say.
+
+    Attributes:
+        share: Its weight in a mean.
+        calls: Its log calls, in order.
+    """
+
+    share: float
+    calls: list[LogCall] = field(default_factory=list)
+
+
+@contextmanager
+def recording(module: LightningModule) -> Iterator[list[LogCall]]:
+    """Records ``module.log`` (and with it ``log_dict``) instead of logging."""
+    signature = inspect.signature(LightningModule.log)
+    calls: list[LogCall] = []
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        options = dict(signature.bind(module, name, value, *args, **kwargs).arguments)
+        for known in ("self", "name", "value"):
+            options.pop(known)
+        reduce_fx = options.get("reduce_fx", "mean")
+        options["reduce_fx"] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+        path = None
+        if isinstance(value, Metric):
+            path = next(path for path, part in module.named_modules() if part is value)
+            value.__dict__.pop(_PASSIVE, None)
+            value = value._forward_cache
+        tensor = None if value is None else torch.as_tensor(value).detach().cpu().clone()
+        calls.append(LogCall(name, tensor, path, options))
+
+    module.__dict__["log"] = log
+    try:
+        yield calls
+    finally:
+        module.__dict__.pop("log", None)
+
+
+def combine(reports: Sequence[Report]) -> list[LogCall]:
+    """One log call for each name: means weighted by the shares, sums, minima, maxima."""
+    merged: dict[str, list[tuple[float, LogCall]]] = {}
+    for report in reports:
+        for call in report.calls:
+            merged.setdefault(call.name, []).append((report.share, call))
+    return [_merge(entries) for entries in merged.values()]
+
+
+def _merge(entries: list[tuple[float, LogCall]]) -> LogCall:
+    first = entries[0][1]
+    options = dict(first.options)
+    sizes = [call.options.get("batch_size") for _, call in entries]
+    if all(size is not None for size in sizes):
+        options["batch_size"] = sum(sizes)  # type: ignore[arg-type]
+    known = [(share, call.value) for share, call in entries if call.value is not None]
+    if not known:
+        return LogCall(first.name, None, first.metric, options)
+    values = torch.stack([value.double() for _, value in known])
+    if options["reduce_fx"] == "sum":
+        total = values.sum(dim=0)
+    elif options["reduce_fx"] in ("min", "max"):
+        total = getattr(values, f"a{options['reduce_fx']}")(dim=0)
+    else:
+        total = weighted_mean([share for share, _ in known], values)
+    dtype = known[0][1].dtype
+    return LogCall(
+        first.name, total.to(dtype if dtype.is_floating_point else torch.get_default_dtype()), first.metric, options
+    )
+
+
+def weighted_mean(shares: Sequence[float], values: Tensor) -> Tensor:
+    """Mean over the first dimension; entries without weight do not count, not even as NaN."""
+    weights = torch.tensor(shares, dtype=torch.float64)
+    if not weights.any():
+        return values.mean(dim=0)
+    counted = weights > 0
+    weights = weights[counted].reshape(-1, *[1] * (values.ndim - 1))
+    return (values[counted] * weights).sum(dim=0) / weights.sum()
+
+
+def replay(module: LightningModule, calls: Sequence[LogCall], rows: int) -> None:
+    """Logs combined values on this rank; every rank does the same.
+
+    Args:
+        module: The user's module.
+        calls: What to log.
+        rows: Rows of the batches of all replicas, which weigh an epoch's mean where the user gave no ``batch_size``.
+    """
+    for call in calls:
+        options = {"batch_size": max(rows, 1), **call.options, "sync_dist": False}
+        if call.metric is None:
+            assert call.value is not None
+            module.log(call.name, call.value.to(module.device), **options)
+            continue
+        metric = module.get_submodule(call.metric)
+        assert isinstance(metric, Metric)
+        metric._forward_cache = None if call.value is None else call.value.to(module.device)
+        metric._computed = None
+        if metric._update_count == 0:
+            metric._update_count = 1
+            metric.__dict__[_PASSIVE] = True
+        module.log(call.name, metric, **options)
+
+
+class MetricSync:
+    """Makes torchmetrics of a module sum over the ranks that were really updated.
+
+    The stock gather takes the state of every rank in the world; here most ranks never see an update, and the default
+    state of theirs would count in means and break concatenations.
+
+    Args:
+        module: The user's module.
+        world: All ranks, on the CPU.
+    """
+
+    def __init__(self, module: LightningModule, world: ProcessGroup) -> None:
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._world = world
+        for metric in self._metrics:
+            metric.__dict__["_sync_dist"] = self._sync(metric)
+
+    def remove(self) -> None:
+        """Puts the stock behaviour back."""
+        for metric in self._metrics:
+            metric.__dict__.pop("_sync_dist", None)
+            metric.__dict__.pop(_PASSIVE, None)
+
+    def _sync(self, metric: Metric) -> Any:
+        def sync(*_args: Any, **_kwargs: Any) -> None:
+            active = metric._update_count > 0 and not metric.__dict__.get(_PASSIVE, False)
+            own = {name: getattr(metric, name) for name in metric._reductions} if active else None
+            gathered: list[Any] = [None] * dist.get_world_size(self._world)
+            dist.all_gather_object(gathered, own, group=self._world)
+            states = [state for state in gathered if state is not None]
+            for name, reduce in metric._reductions.items():
+                if states:
+                    setattr(metric, name, _join([state[name] for state in states], reduce, metric.device))
+
+        return sync
+
+
+def _join(values: list[Any], reduce: Any, device: torch.device) -> Any:
+    """A metric's state over ranks, by its own reduction."""
+    if isinstance(values[0], list):
+        flat = [item.to(device) for value in values for item in value]
+        return reduce(flat) if flat and callable(reduce) else flat
+    stacked = torch.stack([value.to(device) for value in values])
+    return reduce(stacked) if callable(reduce) else stacked

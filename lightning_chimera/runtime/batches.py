@@ -1,0 +1,223 @@
+"""One draw of the data per pipeline group.
+
+The leader of a group draws from the user's own loader and hands each batch to the other ranks of its group, so they all see
+the same rows whatever shuffles, collates or augments. With several replicas, replica r takes every W-th batch of the
+user's own order; samplers are never replaced.
+"""
+
+import copy
+import enum
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import DataLoader
+
+from lightning_chimera.runtime.packing import Broadcast
+from lightning_chimera.runtime.topology import Groups, Topology
+
+
+class Ending(enum.Enum):
+    """When a loader ends, where replicas have different numbers of batches."""
+
+    SHORTEST = "training: with the first replica that has no batch left, so that all steps are whole"
+    LONGEST = "evaluation: when every row has been seen"
+    OWN = "prediction: each replica on its own"
+
+
+class GroupLoader:
+    """A user's loader, seen by one rank of a pipeline group.
+
+    Anything it does not know itself (``dataset``, ``sampler``, ``batch_size``, ...) is asked of the user's loader.
+
+    Args:
+        loader: The user's loader: a ``DataLoader`` or any iterable.
+        topology: Where this rank is.
+        groups: Control groups.
+        ending: When to end.
+        warn: Told once if rows are left out.
+    """
+
+    def __init__(
+        self, loader: Any, topology: Topology, groups: Groups, ending: Ending, warn: Callable[[str], None]
+    ) -> None:
+        self._loader = _shard(loader, topology, groups) if topology.num_replicas > 1 else loader
+        self._own_share = self._loader is not loader
+        self._topology = topology
+        self._groups = groups
+        self._ending = ending
+        self._warn = warn
+        self._share_batch = Broadcast(groups.pipeline, topology.leader, is_source=topology.is_leader)
+        self._surplus_from: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not set yet: being unpickled or copied
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def _iterator(self) -> Any:
+        """The running iterator of the user's loader, which Lightning resets at the end of a run."""
+        return getattr(self._loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._loader._iterator = iterator
+
+    def __len__(self) -> int:
+        """Number of batches that this replica will see.
+
+        Raises:
+            TypeError: The user's loader has no length.
+        """
+        replicas, replica = self._topology.num_replicas, self._topology.replica
+        count = getattr(self._loader, "num_all_batches", None) if self._own_share else None
+        count = len(self._loader) if count is None else count
+        if self._ending is Ending.SHORTEST:
+            return int(count // replicas)
+        return -(-(count - (0 if self._ending is Ending.LONGEST else replica)) // replicas)
+
+    def is_surplus(self, batch_index: int) -> bool:
+        """Whether a batch is one that this replica was lent only to keep step with the others, and must not count."""
+        return self._surplus_from is not None and batch_index >= self._surplus_from
+
+    def __iter__(self) -> Iterator[Any]:
+        """Draws the batches of one epoch, or receives them."""
+        self._surplus_from = None
+        own = self._draw() if self._topology.is_leader else None
+        indices = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
+        if indices is not None and own is None:
+            indices.clear()
+        number = 0
+        while True:
+            status, batch, rows = self._share_batch(self._next(own, indices, number) if own is not None else None)
+            if status == "end":
+                return
+            if status == "surplus" and self._surplus_from is None:
+                self._surplus_from = number
+            if rows is not None and indices is not None and own is None:
+                indices.append(rows)
+            yield batch
+            number += 1
+
+    def _draw(self) -> Iterator[Any]:
+        """This replica's batches, on the leader."""
+        if self._topology.num_replicas == 1 or self._own_share:
+            return iter(self._loader)
+        return islice(iter(self._loader), self._topology.replica, None, self._topology.num_replicas)
+
+    def _next(self, own: Iterator[Any], indices: Any, number: int) -> tuple[str, Any, Any]:
+        """What the leader hands out: how it stands, the batch, and the indices of its rows if someone collects them."""
+        batch, has = _try_next(own)
+        if self._topology.num_replicas > 1 and self._ending is not Ending.OWN:
+            status, batch = self._agree(batch, has=has)
+        else:
+            status = "batch" if has else "end"
+        rows = indices[number] if indices is not None and status == "batch" and number < len(indices) else None
+        return status, batch, rows
+
+    def _agree(self, batch: Any, *, has: bool) -> tuple[str, Any]:
+        """Settles between the leaders of all replicas whether to go on, and lends a batch to those that have none."""
+        all_have = torch.tensor([int(has), -int(has)])
+        dist.all_reduce(all_have, op=dist.ReduceOp.MIN, group=self._groups.leaders)
+        everyone, someone = bool(all_have[0]), bool(-all_have[1])
+        if everyone:
+            return "batch", batch
+        if not someone or self._ending is Ending.SHORTEST:
+            if someone and has:
+                self._warn(
+                    f"The number of batches is not a multiple of the {self._topology.num_replicas} replicas: the last"
+                    " ones of each epoch are left out of training, so that every step has a batch from every replica."
+                )
+            return "end", None
+        lent = [batch]
+        dist.broadcast_object_list(lent, 0, group=self._groups.leaders)  # replica 0 is the last to run dry
+        return ("batch", batch) if has else ("surplus", lent[0])
+
+
+def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
+    try:
+        return next(iterator), True
+    except StopIteration:
+        return None, False
+
+
+def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
+    """A loader that fetches only this replica's batches, if the user's loader has a batch sampler to take them from."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or sampler is None:
+        return loader
+    tracked = isinstance(sampler, _IndexBatchSamplerWrapper)  # Lightning's, around the user's, for prediction writers
+    own = _ReplicaBatchSampler(sampler._batch_sampler if tracked else sampler, topology, groups)
+    # A copy, not a new DataLoader: that would need the constructor of the user's class.
+    sharded = copy.copy(loader)
+    sharded.__dict__["batch_sampler"] = _IndexBatchSamplerWrapper(own) if tracked else own
+    sharded.__dict__["num_all_batches"] = len(loader) if hasattr(sampler, "__len__") else None
+    return sharded
+
+
+class _ReplicaBatchSampler:
+    """Every W-th batch of a user's batch sampler.
+
+    All replicas walk through the whole order, so they must draw the same random numbers for it: the generators' states of
+    global rank 0 are taken over at the start of an epoch and used for the sampler only.
+    """
+
+    def __init__(self, sampler: Any, topology: Topology, groups: Groups) -> None:
+        self.__dict__.update(sampler.__dict__)
+        self._user_sampler = sampler
+        self._topology = topology
+        self._groups = groups
+
+    def __iter__(self) -> Iterator[Any]:
+        states = [_states() if self._topology.global_rank == 0 else None]
+        dist.broadcast_object_list(states, 0, group=self._groups.leaders)
+        shared = _Generators(states[0])
+        with shared:
+            iterator = iter(self._user_sampler)
+        for number in range(2**63):
+            with shared:
+                batch, has = _try_next(iterator)
+            if not has:
+                return
+            if number % self._topology.num_replicas == self._topology.replica:
+                yield batch
+
+    def __len__(self) -> int:
+        replicas, replica = self._topology.num_replicas, self._topology.replica
+        return -(-(len(self._user_sampler) - replica) // replicas)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_groups"}
+
+
+def _states() -> tuple[Any, Any, Any]:
+    """The states of the global generators on the CPU: torch, numpy, random."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def _set_states(states: tuple[Any, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])
+
+
+class _Generators:
+    """Global generators of another epoch, put in force for a while and carried on from where they were left."""
+
+    def __init__(self, states: tuple[Any, Any, Any]) -> None:
+        self._inside = states
+
+    def __enter__(self) -> None:
+        self._outside = _states()
+        _set_states(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = _states()
+        _set_states(self._outside)

@@ -1,0 +1,110 @@
+"""Gradients between the copies of a stage: summed over replicas, pipes and tied ends, with one norm over all stages."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_chimera.partition.ownership import Ownership, Ranks
+
+
+class GradientSync:
+    """Sums the gradients of parameters that several ranks hold, in one flat bucket per set of holders and type.
+
+    The losses of the microbatches are weighted so that the sum over all of them is the batch's loss; so gradients are
+    summed, never averaged, and a tied table gets the sum of both ends like any copy.
+
+    Args:
+        ownership: Who holds what.
+        groups: A process group for each set of holders.
+    """
+
+    def __init__(self, ownership: Ownership, groups: Mapping[Ranks, ProcessGroup]) -> None:
+        self._ownership = ownership
+        self._groups = groups
+
+    def reduce(self) -> None:
+        """Sums now. Every holder of a set must call it; afterwards all of them have bitwise equal gradients."""
+        buckets: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self._ownership.held():
+            ranks = self._ownership.holders[parameter]
+            if parameter.requires_grad and len(ranks) > 1:
+                buckets.setdefault((ranks, parameter.dtype), []).append(parameter)
+        # Sorted, so that ranks which share several sets reduce them in one order, as NCCL needs.
+        pending = [
+            (parameters, *self._start(self._groups[ranks], parameters))
+            for (ranks, _), parameters in sorted(buckets.items(), key=lambda item: (item[0][0], str(item[0][1])))
+        ]
+        for parameters, flat, work in pending:
+            work.wait()
+            self._finish(parameters, flat)
+
+    @staticmethod
+    def _start(group: ProcessGroup, parameters: list[nn.Parameter]) -> tuple[Tensor, dist.Work]:
+        """Starts the sum of a bucket: the gradients, and behind them one number each that says whether there is one."""
+        zero = parameters[0].new_zeros(1)
+        pieces = [
+            zero.expand(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1)
+            for parameter in parameters
+        ]
+        present = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
+        flat = torch.cat([*pieces, present])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        return flat, work
+
+    @staticmethod
+    def _finish(parameters: list[nn.Parameter], flat: Tensor) -> None:
+        """Hands the sums out; a parameter that no holder has used keeps no gradient, so nothing decays it."""
+        *sums, present = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
+        for parameter, total, count in zip(parameters, sums, present.tolist(), strict=True):
+            parameter.grad = total.view_as(parameter) if count else None
+
+
+def total_norm(
+    parameters: Iterable[nn.Parameter], ownership: Ownership, group: ProcessGroup, norm_type: float
+) -> Tensor:
+    """Norm of the gradients of the whole model, each parameter counted once, bitwise equal on all ranks.
+
+    Args:
+        parameters: The parameters to look at; those without a gradient on this rank count elsewhere or not at all.
+        ownership: Who counts what.
+        group: All ranks, on the CPU.
+        norm_type: 2.0, another p, or ``inf``.
+    """
+    own = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and ownership.owner(parameter) == ownership.rank
+    ]
+    norms = torch.zeros(1, dtype=torch.float64)
+    if own:
+        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in own]).double().cpu()
+    if norm_type == float("inf"):
+        total = norms.max()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    total = norms.pow(norm_type).sum()
+    dist.all_reduce(total, group=group)
+    return total.pow(1.0 / norm_type)
+
+
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    ownership: Ownership,
+    group: ProcessGroup,
+    *,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scales all gradients by one factor so that the norm of the whole model's gradient is at most ``max_norm``.
+
+    Returns:
+        The norm before.
+    """
+    chosen = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(chosen, ownership, group, norm_type)
+    nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
+    return norm

@@ -1,0 +1,110 @@
+"""Point-to-point messages between neighbouring positions.
+
+One two-rank group per directed link carries that link's messages in the order that ``validate`` has proved, which is the
+order that NCCL needs; where the backend has tags (gloo) each message has its own. A send is only ever waited for when its
+buffer is given back, a receive when its tensor is used.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from lightning_chimera.runtime.topology import Topology
+from lightning_chimera.schedules import Message
+
+
+class Boundary(NamedTuple):
+    """Shape and type of the tensors that cross the stage boundaries for one microbatch, both ways."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Links:
+    """The messages of one rank.
+
+    Args:
+        topology: Turns positions into global ranks.
+        groups: One group per directed link of this rank's pipeline group.
+        device: Where received tensors are put.
+    """
+
+    def __init__(
+        self, topology: Topology, groups: Mapping[tuple[int, int], ProcessGroup], device: torch.device
+    ) -> None:
+        self._topology = topology
+        self._groups = groups
+        self._device = device
+        self._next_post: dict[int, int] = {}
+        self._posted: dict[Message, tuple[Work, Tensor]] = {}
+        self._sent: dict[Message, tuple[Work, Tensor]] = {}
+
+    def post(self, message: Message, boundary: Boundary | None) -> None:
+        """Starts a receive, if the shape is known and all earlier messages of the link have been posted.
+
+        Otherwise the message is posted when it is received; that keeps the order, since a link's messages are consumed
+        in the order in which they are produced.
+        """
+        if boundary is not None and message.index == self._next_post.get(message.source, 0):
+            buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
+            work = dist.irecv(
+                buffer,
+                src=self._topology.at(message.source),
+                group=self._groups[message.source, message.target],
+                tag=message.index,
+            )
+            self._posted[message] = (work, buffer)
+            self._next_post[message.source] = message.index + 1
+
+    def receive(self, message: Message, boundary: Boundary) -> Tensor:
+        """Waits for a message.
+
+        Raises:
+            RuntimeError: A receive was posted for another shape than is expected now.
+        """
+        if message not in self._posted:
+            self.post(message, boundary)
+        work, buffer = self._posted.pop(message)
+        if (buffer.shape, buffer.dtype) != (boundary.shape, boundary.dtype):
+            raise RuntimeError(
+                f"Message {message} was expected as {tuple(buffer.shape)} {buffer.dtype}, as for earlier batches of the"
+                f" same shapes, but this microbatch needs {tuple(boundary.shape)} {boundary.dtype}. The shape of the"
+                " model's input must follow from the shapes of the batch."
+            )
+        work.wait()
+        return buffer
+
+    def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
+        """Starts a send and keeps the tensor until it is released.
+
+        Raises:
+            RuntimeError: The tensor is not what the receiver expects.
+        """
+        if (tensor.shape, tensor.dtype) != (boundary.shape, boundary.dtype):
+            raise RuntimeError(
+                f"Message {message} is {tuple(tensor.shape)} {tensor.dtype}, but the receiving stage expects"
+                f" {tuple(boundary.shape)} {boundary.dtype}: rows x length x hidden size of the model's input, in the"
+                " type of the model's parameters."
+            )
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(
+            tensor,
+            dst=self._topology.at(message.target),
+            group=self._groups[message.source, message.target],
+            tag=message.index,
+        )
+        assert work is not None
+        self._sent[message] = (work, tensor)
+
+    def release(self, message: Message) -> None:
+        """Waits until a send is taken and gives its tensor back."""
+        work, _ = self._sent.pop(message)
+        work.wait()
+
+    def begin(self) -> None:
+        """Starts the queues of a new step."""
+        self._next_post.clear()

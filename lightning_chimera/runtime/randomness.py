@@ -1,0 +1,54 @@
+"""Random draws that depend on what is computed, not on where.
+
+Every layer of every microbatch draws under a seed made from (seed, step, microbatch, layer), so any number of stages, any
+schedule and any recomputation see the same dropout masks, and both copies of a stage in Chimera may serve any microbatch.
+The global generators, from which data loaders draw, are put back afterwards.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import numpy as np
+import torch
+
+Key = tuple[int, ...]
+
+
+def mix(*key: int) -> int:
+    """Makes a 63-bit seed of some numbers; different numbers give unrelated seeds."""
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def reseed(*key: int) -> None:
+    """Seeds torch's generators, on the CPU and on the accelerator."""
+    torch.manual_seed(mix(*key))
+
+
+@contextmanager
+def keyed(*key: int) -> Iterator[None]:
+    """Runs code under generators seeded from a key: torch, numpy and random.
+
+    The states of the CPU generators are restored; that of an accelerator is not, since reading it would wait for the
+    device, and no loader draws from it.
+    """
+    with preserved():
+        seed = mix(*key)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  the user's code draws from the global generator
+        random.seed(seed)
+        yield
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Puts the CPU generators back to where they were."""
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
