@@ -51,7 +51,8 @@ def _root(
 ) -> None:
     if version:
         with _mistakes():
-            typer.echo(f"lightning-chimera {importlib.metadata.version('lightning-chimera')}")
+            number = importlib.metadata.version("lightning-chimera")
+        typer.echo(f"lightning-chimera {number}")
         raise typer.Exit
 
 
@@ -125,10 +126,10 @@ def trace(
 def list_recipes() -> None:
     """List the recipes, each with the first line of its comment."""
     with _mistakes():
-        table = Table.grid(padding=(0, 3))
-        for name, recipe in _recipes().items():
-            table.add_row(name, _first_comment(recipe))
-    Console(highlight=False, soft_wrap=True).print(table)
+        comments = {name: _first_comment(recipe) for name, recipe in _recipes().items()}
+    width = max(map(len, comments), default=0)
+    for name, comment in comments.items():
+        typer.echo(f"{name:<{width}}  {comment}".rstrip())
 
 
 @recipes.command("cp")
@@ -164,8 +165,6 @@ def _mistakes() -> Iterator[None]:
     """Turn a user's mistake into a message and exit code 2."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
@@ -235,7 +234,9 @@ def _recipes() -> dict[str, Traversable]:
 
 def _first_comment(recipe: Traversable) -> str:
     lines = recipe.read_text(encoding="utf-8").splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+    comments = (line.lstrip("# ").rstrip() for line in lines if line.startswith("#"))
+    # Hydra's own directives look like comments: "# @package _global_".
+    return next((comment for comment in comments if not comment.startswith("@")), "")
 
 
 if __name__ == "__main__":
