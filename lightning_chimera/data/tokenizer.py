@@ -159,14 +159,25 @@ def _train_byte_bpe(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def _train_wordpiece(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
+    special_tokens = list(_BERT_TOKENS.values())
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    # The trainer numbers characters inside words ("##a") in the order of a hash table, another one in each process, and
+    # breaks ties by these numbers. Naming them as special tokens fixes the numbers, and so the whole vocabulary.
+    characters = {character for text in texts for character in normalizer.normalize_str(text)}
+    inside = [f"##{character}" for character in sorted(characters) if not character.isspace()]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(_BERT_TOKENS.values()), show_progress=False
+        vocab_size=vocab_size, special_tokens=special_tokens + inside, show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trained.train_from_iterator(texts, trainer)
+
+    tokenizer = Tokenizer(models.WordPiece(trained.get_vocab(), unk_token="[UNK]"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
