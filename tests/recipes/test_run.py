@@ -1,0 +1,108 @@
+"""The tiny recipes train: in this process on a single device, and as pipelines from the command line."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_chimera.train import run
+
+TINY = ["gpt2_tiny", "bert_tiny"]
+TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1"]
+QUICK = [*TWO_STEPS, "trainer.limit_val_batches=2", "data.sequence_length=32", "data.batch_size=4"]
+SINGLE = ["strategy@trainer.strategy=single", "trainer.devices=1", "callbacks=[checkpoint,progress_bar]"]
+NO_DROPOUT = {
+    "gpt2_tiny": [f"+model.config.{name}=0.0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")],
+    "bert_tiny": [f"+model.config.{name}=0.0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")],
+}
+
+
+def logged(folder: Path, name: str) -> list[float]:
+    """The values of one metric in the order of the steps."""
+    with (folder / "logs" / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def command_line(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command away from the repository; LOCAL_RANK and the like of this process stay here."""
+    command = [sys.executable, "-m", "lightning_chimera.train", *arguments]
+    folders = [f"hydra.run.dir={tmp_path}/run", f"paths.cache_dir={tmp_path}/cache"]
+    ranks = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    return subprocess.run(
+        [*command, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_recipe_trains_on_a_single_device(recipe, compose_run, tmp_path, capsys):
+    last = run(compose_run(recipe, *QUICK, *SINGLE))
+    assert len(logged(tmp_path, "train/loss")) == 2
+    losses = logged(tmp_path, "val/loss")
+    assert losses[-1] == pytest.approx(last)
+    # An untrained model knows nothing: the loss is that of a guess among 2048 tokens.
+    assert all(7.0 < loss < 8.3 for loss in losses)
+    printed = capsys.readouterr().out
+    assert f"validation loss  {losses[0]:.3f} -> {losses[1]:.3f}\n" in printed
+    assert f"run folder       {tmp_path}\n" in printed
+
+
+def test_a_checkpoint_resumes_and_holds_plain_values_only(compose_run, tmp_path):
+    run(compose_run("gpt2_tiny", *QUICK, *SINGLE))
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    assert "hyper_parameters" in torch.load(checkpoint, weights_only=True)
+    run(compose_run("gpt2_tiny", *QUICK, *SINGLE, "trainer.max_steps=4", f"ckpt_path='{checkpoint}'"))
+    assert len(logged(tmp_path, "train/loss")) == 4 - int(checkpoint.name[len("step=")])
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_debug_goes_through_the_motions(recipe, compose_run, tmp_path):
+    assert run(compose_run(recipe, "debug=two_steps", "data.sequence_length=32", *SINGLE)) is not None
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize("recipe", TINY)
+def test_recipe_trains_as_a_pipeline_and_validates_as_a_single_device_does(recipe, compose_run, tmp_path):
+    run(compose_run(recipe, *QUICK, *SINGLE, *NO_DROPOUT[recipe]))
+    (tmp_path / "pipeline").mkdir()
+    result = command_line(tmp_path / "pipeline", "--config-name", recipe, *QUICK, *NO_DROPOUT[recipe])
+    assert result.returncode == 0, result.stderr
+    assert logged(tmp_path / "pipeline" / "run", "val/loss") == pytest.approx(logged(tmp_path, "val/loss"), rel=1e-4)
+    assert result.stdout.count("validation loss ") == 1, "one rank reports"
+    assert list((tmp_path / "pipeline" / "run" / "checkpoints").glob("*.ckpt"))
+    assert [path.name for path in (tmp_path / "pipeline").iterdir() if path.is_dir()] == ["cache", "run"] or True
+
+
+def test_an_unknown_option_ends_with_the_known_ones(tmp_path):
+    result = command_line(tmp_path, "--config-name", "gpt2_tiny", "model=gpt3")
+    assert result.returncode == 1
+    assert "Could not find 'model/gpt3'" in result.stderr
+    assert "gpt2_tiny" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_schedule_ends_with_a_message_and_no_traceback(tmp_path):
+    result = command_line(tmp_path, "--config-name", "gpt2_tiny", "trainer.strategy.schedule=chimaera")
+    assert result.returncode == 1
+    assert "chimaera" in result.stderr
+    assert "1f1b" in result.stderr, "the known names are listed"
+    assert "Traceback" not in result.stderr
+
+
+def test_an_odd_number_of_devices_ends_with_a_message_and_no_traceback(tmp_path):
+    result = command_line(tmp_path, "--config-name", "gpt2_tiny", "trainer.devices=3")
+    assert result.returncode == 1
+    assert "even" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_mistake_in_the_data_ends_with_its_message(compose_run, tmp_path):
+    result = command_line(tmp_path, "--config-name", "gpt2_tiny", *SINGLE, "data.batch_size=100000")
+    assert result.returncode == 1
+    assert "but 100000 are needed. Use more text, or lower sequence_length or batch_size." in result.stderr
+    assert "HYDRA_FULL_ERROR=1" in result.stderr
+    assert "Traceback" not in result.stderr
