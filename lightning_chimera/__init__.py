@@ -30,7 +30,9 @@ def __getattr__(name: str) -> Any:
 
 def _strategy(**kwargs: Any) -> "ChimeraStrategy":
     """Builds the strategy for Lightning's registry."""
-    return __getattr__("ChimeraStrategy")(**kwargs)
+    from lightning_chimera.strategy import ChimeraStrategy
+
+    return ChimeraStrategy(**kwargs)
 
 
 for _name, _schedule in (("chimera", "chimera"), ("chimera_gpipe", "gpipe"), ("chimera_1f1b", "1f1b")):

@@ -1,7 +1,7 @@
 """Whole-model names in, whole-model names out, whatever the layout.
 
-A checkpoint is the file that a plain Trainer writes: the union of what the ranks hold, under the names and optimizer ids of a
-single process. So it loads at any number of stages and replicas, and in a plain Trainer.
+A checkpoint is the file that a plain Trainer writes: the union of what the ranks hold, under the names and optimizer
+ids of a single process. So it loads at any number of stages and replicas, and in a plain Trainer.
 """
 
 from collections.abc import Sequence

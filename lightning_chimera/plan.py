@@ -3,25 +3,25 @@
 from collections.abc import Sequence
 
 from rich.table import Table
+from torch import nn
 
+from lightning_chimera.partition.balance import layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import Schedule
 from lightning_chimera.timeline import Costs, simulate
 
 
-def plan_table(
-    schedule: Schedule, topology: Topology, runner: StageRunner, costs: Sequence[int], parameters: Sequence[int]
-) -> Table:
-    """A table of the ranks of one pipeline group and what is on them.
+def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, schedule: Schedule) -> Table:
+    """A table of the ranks of a pipeline group and what is on them.
 
     Args:
-        schedule: The training schedule.
+        module: The user's module, whole.
+        runner: Its stages.
         topology: Where the positions are.
-        runner: The stages.
-        costs: Estimated cost of each stage.
-        parameters: Number of parameters of each stage.
+        schedule: The training schedule.
     """
+    costs, parameters = _sizes(module, runner)
     total = sum(costs)
     bubble = simulate(schedule, stage_costs(costs)).bubble
     table = Table(
@@ -52,6 +52,18 @@ def stage_costs(costs: Sequence[int]) -> Costs:
     """Costs for the simulator, in units of the mean stage's forward; a backward costs two forwards."""
     mean = sum(costs) / len(costs)
     return Costs(forward=[cost / mean for cost in costs], backward=[2 * cost / mean for cost in costs])
+
+
+def _sizes(module: nn.Module, runner: StageRunner) -> tuple[list[int], list[int]]:
+    """Estimated cost and number of parameters of each stage; the user's own parameters are on every rank."""
+    costs, parameters = [0] * runner.num_stages, [0] * runner.num_stages
+    for layer, cost in enumerate(layer_costs(module, runner.anatomy)):
+        costs[runner.stage_of(layer)] += cost
+    for name, parameter in module.named_parameters():
+        layer_of_it = runner.anatomy.layer_of(name)
+        if layer_of_it is not None:
+            parameters[runner.stage_of(layer_of_it)] += parameter.numel()
+    return costs, parameters
 
 
 def _blocks(runner: StageRunner, stage: int) -> str:

@@ -1,8 +1,8 @@
 """Logged values and metrics that are equal on every rank.
 
 The user's step runs only where the last stage is. What it logs there is recorded instead of logged, combined over the
-microbatches of all replicas, and then logged once on every rank: so callbacks, progress bars, loggers and schedulers see the
-same values everywhere, as in a single process.
+microbatches of all replicas, and then logged once on every rank: so callbacks, progress bars, loggers and schedulers
+see the same values everywhere, as in a single process.
 """
 
 import inspect
@@ -93,7 +93,7 @@ def _merge(entries: list[tuple[float, LogCall]]) -> LogCall:
     options = dict(first.options)
     sizes = [call.options.get("batch_size") for _, call in entries]
     if all(size is not None for size in sizes):
-        options["batch_size"] = sum(sizes)  # type: ignore[arg-type]
+        options["batch_size"] = sum(sizes)
     known = [(share, call.value) for share, call in entries if call.value is not None]
     if not known:
         return LogCall(first.name, None, first.metric, options)
@@ -136,7 +136,7 @@ def replay(module: LightningModule, calls: Sequence[LogCall], rows: int) -> None
             continue
         metric = module.get_submodule(call.metric)
         assert isinstance(metric, Metric)
-        metric._forward_cache = None if call.value is None else call.value.to(module.device)
+        metric.__dict__["_forward_cache"] = None if call.value is None else call.value.to(module.device)
         metric._computed = None
         if metric._update_count == 0:
             metric._update_count = 1

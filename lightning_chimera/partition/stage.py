@@ -1,10 +1,10 @@
 """Runs one stage of one microbatch through the model's own forward.
 
 The user's step is called on every stage, and the HuggingFace code inside it builds masks, positions and heads as it
-always does. Only the walk through the blocks is changed, for the time of one call: the list of blocks is shadowed by the
-stage's own blocks, the first of which is handed the activation received from the previous stage, and the last of which
-carries its result out of the user's step by an exception. Parameters, module names and hooks are never touched; shadows
-live in the instances' ``__dict__``, where ``nn.Module`` looks before its own modules.
+always does. Only the walk through the blocks is changed, for the time of one call: the list of blocks is shadowed by
+the stage's own blocks, the first of which is handed the activation received from the previous stage, and the last of
+which carries its result out of the user's step by an exception. Parameters, module names and hooks are never touched;
+shadows live in the instances' ``__dict__``, where ``nn.Module`` looks before its own modules.
 """
 
 import inspect
@@ -198,8 +198,8 @@ class StageRunner:
             calls += 1
             if calls > 1:
                 raise RuntimeError(
-                    "The model was called more than once in one step. A pipeline runs one forward of the model per step;"
-                    " compute everything from one call (generate() and contrastive steps with two calls can't be cut)."
+                    "The model was called more than once in one step. A pipeline runs one forward of the model per"
+                    " step; compute everything from one call (generate() and steps with two calls can't be cut)."
                 )
             given = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
             if "use_cache" in self._signature.parameters:

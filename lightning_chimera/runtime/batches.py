@@ -1,22 +1,20 @@
 """One draw of the data per pipeline group.
 
-The leader of a group draws from the user's own loader and hands each batch to the other ranks of its group, so they all see
-the same rows whatever shuffles, collates or augments. With several replicas, replica r takes every W-th batch of the
-user's own order; samplers are never replaced.
+The leader of a group draws from the user's own loader and hands each batch to the other ranks of its group, so they all
+see the same rows whatever shuffles, collates or augments. With several replicas, replica r takes every W-th batch of
+the user's own order; samplers are never replaced.
 """
 
 import copy
 import enum
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader
 
 from lightning_chimera.runtime.packing import Broadcast
@@ -153,11 +151,11 @@ def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or sampler is None:
         return loader
-    tracked = isinstance(sampler, _IndexBatchSamplerWrapper)  # Lightning's, around the user's, for prediction writers
+    tracked = hasattr(sampler, "seen_batch_indices")  # Lightning's wrapper of the user's, for prediction writers
     own = _ReplicaBatchSampler(sampler._batch_sampler if tracked else sampler, topology, groups)
     # A copy, not a new DataLoader: that would need the constructor of the user's class.
     sharded = copy.copy(loader)
-    sharded.__dict__["batch_sampler"] = _IndexBatchSamplerWrapper(own) if tracked else own
+    sharded.__dict__["batch_sampler"] = type(sampler)(own) if tracked else own
     sharded.__dict__["num_all_batches"] = len(loader) if hasattr(sampler, "__len__") else None
     return sharded
 
@@ -165,8 +163,8 @@ def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
 class _ReplicaBatchSampler:
     """Every W-th batch of a user's batch sampler.
 
-    All replicas walk through the whole order, so they must draw the same random numbers for it: the generators' states of
-    global rank 0 are taken over at the start of an epoch and used for the sampler only.
+    All replicas walk through the whole order, so they must draw the same random numbers for it: the generators' states
+    of global rank 0 are taken over at the start of an epoch and used for the sampler only.
     """
 
     def __init__(self, sampler: Any, topology: Topology, groups: Groups) -> None:
@@ -176,7 +174,7 @@ class _ReplicaBatchSampler:
         self._groups = groups
 
     def __iter__(self) -> Iterator[Any]:
-        states = [_states() if self._topology.global_rank == 0 else None]
+        states = [_states()]
         dist.broadcast_object_list(states, 0, group=self._groups.leaders)
         shared = _Generators(states[0])
         with shared:
@@ -199,12 +197,12 @@ class _ReplicaBatchSampler:
 
 def _states() -> tuple[Any, Any, Any]:
     """The states of the global generators on the CPU: torch, numpy, random."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
 def _set_states(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
+    np.random.set_state(states[1])
     random.setstate(states[2])
 
 

@@ -58,7 +58,7 @@ class GradientSync:
     @staticmethod
     def _finish(parameters: list[nn.Parameter], flat: Tensor) -> None:
         """Hands the sums out; a parameter that no holder has used keeps no gradient, so nothing decays it."""
-        *sums, present = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
+        *sums, present = torch.split(flat, [*(parameter.numel() for parameter in parameters), len(parameters)])
         for parameter, total, count in zip(parameters, sums, present.tolist(), strict=True):
             parameter.grad = total.view_as(parameter) if count else None
 

@@ -1,8 +1,8 @@
 """Point-to-point messages between neighbouring positions.
 
-One two-rank group per directed link carries that link's messages in the order that ``validate`` has proved, which is the
-order that NCCL needs; where the backend has tags (gloo) each message has its own. A send is only ever waited for when its
-buffer is given back, a receive when its tensor is used.
+One two-rank group per directed link carries that link's messages in the order that ``validate`` has proved, which is
+the order that NCCL needs; where the backend has tags (gloo) each message has its own. A send is only ever waited for
+when its buffer is given back, a receive when its tensor is used.
 """
 
 from collections.abc import Mapping
@@ -57,6 +57,7 @@ class Links:
                 group=self._groups[message.source, message.target],
                 tag=message.index,
             )
+            assert work is not None
             self._posted[message] = (work, buffer)
             self._next_post[message.source] = message.index + 1
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -50,8 +51,8 @@ def count_rows(batch: Any) -> int | None:
 def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Splits a batch into microbatches whose rows differ by at most one.
 
-    Tensors and lists with one entry per row are cut; all else (shared masks, position ids of one row, numbers, ``None``)
-    goes to every microbatch as it is.
+    Tensors and lists with one entry per row are cut; all else (shared masks, position ids of one row, numbers,
+    ``None``) goes to every microbatch as it is.
 
     Args:
         batch: Any nesting of mappings, lists, tuples and dataclasses.
@@ -62,10 +63,7 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
         return [Microbatch(batch, rows or 1)]
     count = min(num_microbatches, rows)
     bounds = [index * rows // count for index in range(count + 1)]
-    return [
-        Microbatch(_cut(batch, rows, start, end), end - start)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [Microbatch(_cut(batch, rows, start, end), end - start) for start, end in pairwise(bounds)]
 
 
 def _first_rows(parts: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Trees of tensors as bytes: how batches, results and optimizer states travel between ranks.
 
-A tree (nested dicts, lists, tuples and the like) is a layout, which says everything but the numbers, and one flat buffer
-with the bytes of its tensors. The layout is pickled, so it is sent only when it changes; the numbers never are.
+A tree (nested dicts, lists, tuples and the like) is a layout, which says everything but the numbers, and one flat
+buffer with the bytes of its tensors. The layout is pickled, so it is sent only when it changes; the numbers never are.
 """
 
 import pickle

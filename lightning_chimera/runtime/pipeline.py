@@ -183,7 +183,8 @@ class _Training(_Passes):
                 self.call.backward(left)
         else:
             boundary = self.boundary(action.microbatch)
-            assert boundary is not None and left is not None
+            assert boundary is not None
+            assert left is not None
             gradient = incoming(boundary)
             if left.requires_grad:  # not where all before is frozen; the gradient is sent all the same
                 torch.autograd.backward(left, gradient)

@@ -1,8 +1,8 @@
 """Random draws that depend on what is computed, not on where.
 
-Every layer of every microbatch draws under a seed made from (seed, step, microbatch, layer), so any number of stages, any
-schedule and any recomputation see the same dropout masks, and both copies of a stage in Chimera may serve any microbatch.
-The global generators, from which data loaders draw, are put back afterwards.
+Every layer of every microbatch draws under a seed made from (seed, step, microbatch, layer), so any number of stages,
+any schedule and any recomputation see the same dropout masks, and both copies of a stage in Chimera may serve any
+microbatch. The global generators, from which data loaders draw, are put back afterwards.
 """
 
 import random
@@ -37,7 +37,7 @@ def keyed(*key: int) -> Iterator[None]:
     with preserved():
         seed = mix(*key)
         torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002  the user's code draws from the global generator
+        np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
 
@@ -45,10 +45,10 @@ def keyed(*key: int) -> Iterator[None]:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Puts the CPU generators back to where they were."""
-    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+        np.random.set_state(states[1])
         random.setstate(states[2])

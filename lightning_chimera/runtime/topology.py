@@ -11,6 +11,7 @@ one-directional pipeline is on global rank 0, where people look for prints, logg
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -121,7 +122,7 @@ class Groups:
     def __init__(
         self, topology: Topology, placement: Placement, holder_sets: Iterable[tuple[int, ...]], timeout: timedelta
     ) -> None:
-        self._made: list[ProcessGroup] = []
+        self._key = (placement, topology.num_replicas, _shared(holder_sets))
         self._control: dict[tuple[int, ...], ProcessGroup] = {}
         self._timeout = timeout
         replicas, positions = range(topology.num_replicas), range(topology.num_positions)
@@ -137,7 +138,21 @@ class Groups:
             ][topology.replica]
             for source, target in sorted(_neighbours(placement))
         }
-        self.holders = {ranks: self._new(ranks) for ranks in sorted(set(holder_sets)) if len(ranks) > 1}
+        self.holders = {ranks: self._new(ranks) for ranks in _shared(holder_sets)}
+
+    @classmethod
+    def reuse(
+        cls,
+        made: "Groups | None",
+        topology: Topology,
+        placement: Placement,
+        holder_sets: Iterable[tuple[int, ...]],
+        timeout: timedelta,
+    ) -> "Groups":
+        """Groups that were made before, if they are what is needed now, else new ones."""
+        if made is not None and made._key == (placement, topology.num_replicas, _shared(holder_sets)):
+            return made
+        return cls(topology, placement, holder_sets, timeout)
 
     def _control_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
         """A gloo group, one for each set of ranks."""
@@ -146,24 +161,16 @@ class Groups:
         return self._control[ranks]
 
     def _new(self, ranks: tuple[int, ...], backend: str | None = None) -> ProcessGroup:
-        group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
-        self._made.append(group)
+        group: ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
         return group
 
-    def destroy(self) -> None:
-        """Gives the groups back, in the order in which they were made."""
-        for group in self._made:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
-        self._made.clear()
+
+def _shared(holder_sets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The sets of more than one holder, in one order."""
+    return tuple(sorted(ranks for ranks in set(holder_sets) if len(ranks) > 1))
 
 
 def _neighbours(placement: Placement) -> set[tuple[int, int]]:
     """The directed links between positions: activations go one way, their gradients the other."""
-    links = {
-        (source, target)
-        for pipe in placement.ranks
-        for source, target in zip(pipe, pipe[1:], strict=False)
-        if source != target
-    }
+    links = {(source, target) for pipe in placement.ranks for source, target in pairwise(pipe) if source != target}
     return links | {(target, source) for source, target in links}

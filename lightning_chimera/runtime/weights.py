@@ -12,16 +12,16 @@ from lightning_chimera.partition.anatomy import TokenLoss
 from lightning_chimera.runtime.microbatches import Microbatch
 
 _HOOK = (
-    "Define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns the number over"
-    " which its loss is a mean (of tokens, of rows, ...)."
+    "Define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns the number"
+    " over which its loss is a mean (of tokens, of rows, ...)."
 )
 
 
 class LossWeights:
     """The weights of one step's microbatches, over all replicas of the group.
 
-    A head of HuggingFace says by its table entry over what its own loss is a mean; any other loss is taken as a mean over
-    the rows; a module's own ``microbatch_weight`` decides before either.
+    A head of HuggingFace says by its table entry over what its own loss is a mean; any other loss is taken as a mean
+    over the rows; a module's own ``microbatch_weight`` decides before either.
 
     Args:
         microbatches: This group's microbatches.
@@ -71,11 +71,12 @@ class LossWeights:
             self._refuse_ignored(self._labels[microbatch])
             return float(self._rows_share[microbatch])
         assert labels is not None
-        if self._head_loss.count(labels) != self._tokens[microbatch]:
+        counted = self._head_loss.count(labels)
+        if counted != self._tokens[microbatch]:
             raise ValueError(
-                f"The model's loss is a mean over {self._head_loss.count(labels)} labels of microbatch {microbatch}, but"
-                f" from the batch {int(self._tokens[microbatch])} were expected: the step changes the labels before it"
-                f" calls the model, so the parts of the batch can't be weighed. {_HOOK}"
+                f"The model's loss is a mean over {counted} labels of microbatch {microbatch}, but by the batch it"
+                f" would be {int(self._tokens[microbatch])}: the step changes the labels before it calls the model, so"
+                f" the parts of the batch can't be weighed. {_HOOK}"
             )
         return float(self._tokens_share[microbatch])
 
@@ -83,8 +84,8 @@ class LossWeights:
         ignore_index = self._head_loss.ignore_index if self._head_loss is not None else TokenLoss.ignore_index
         if labels is not None and bool((labels == ignore_index).any()):
             raise ValueError(
-                f"The batch's labels hold {ignore_index} (ignored), and the loss that the step returns is not the one that"
-                f" the HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
+                f"The batch's labels hold {ignore_index} (ignored), and the loss that the step returns is not the one"
+                f" that the HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
 
 

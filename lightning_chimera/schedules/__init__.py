@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_chimera.schedules.action import Action, Kind, Placement, Schedule, render_grid
@@ -12,11 +11,13 @@ from lightning_chimera.schedules.forward_only import forward_only
 from lightning_chimera.schedules.gpipe import gpipe
 from lightning_chimera.schedules.lowering import Instruction, Lowered, Message, Operation, lower
 from lightning_chimera.schedules.one_f_one_b import one_f_one_b
+from lightning_chimera.schedules.selection import Builder, Selection
 from lightning_chimera.schedules.validate import ScheduleError, validate
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Builder",
     "Family",
     "Instruction",
     "Kind",
@@ -26,6 +27,7 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
+    "Selection",
     "chimera",
     "default_num_microbatches",
     "forward_only",
@@ -34,6 +36,7 @@ __all__ = [
     "lower",
     "one_f_one_b",
     "render_grid",
+    "select",
     "validate",
 ]
 
@@ -47,7 +50,7 @@ class Family(NamedTuple):
         summary: one line for people.
     """
 
-    build: Callable[[int, int], Schedule]
+    build: Builder
     microbatches_per_stage: int
     summary: str
 
@@ -79,3 +82,25 @@ def default_num_microbatches(name: str, num_stages: int) -> int:
         ValueError: if no family has the name.
     """
     return get_family(name).microbatches_per_stage * num_stages
+
+
+def select(schedule: str | Builder | Schedule) -> Selection:
+    """Return how to make the schedule that a user chose.
+
+    Args:
+        schedule: the name of a family, a function of (stages, microbatches), or a schedule.
+
+    Raises:
+        ValueError: if it is none of these, the name is not known, or the schedule is not valid.
+    """
+    if isinstance(schedule, str):
+        family = get_family(schedule)
+        return Selection(family.build, family.microbatches_per_stage)
+    if isinstance(schedule, Schedule):
+        return Selection.of_value(schedule)
+    if callable(schedule):
+        return Selection(schedule, 2)
+    raise ValueError(
+        f"schedule={schedule!r}: give the name of a schedule ({', '.join(SCHEDULES)}), a function of (stages,"
+        " microbatches), or a Schedule."
+    )

@@ -1,0 +1,332 @@
+"""A module cut over a pipeline group, and what happens to a batch there.
+
+The strategy tells it what Lightning wants; everything below knows neither Lightning's hooks nor the Trainer.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_chimera import checkpoint
+from lightning_chimera.partition.ownership import Ownership
+from lightning_chimera.partition.stage import HeadCall, StageRunner
+from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay, weighted_mean
+from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm
+from lightning_chimera.runtime.links import Links
+from lightning_chimera.runtime.microbatches import split
+from lightning_chimera.runtime.packing import Broadcast
+from lightning_chimera.runtime.pipeline import Call, Pipeline, TrainingCall
+from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.runtime.weights import LossWeights
+from lightning_chimera.schedules import Builder
+from lightning_chimera.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out.
+
+    Attributes:
+        topology: Where this rank is.
+        build: Makes the schedules.
+        num_microbatches: Microbatches of a batch with enough rows.
+    """
+
+    topology: Topology
+    build: Builder
+    num_microbatches: int
+
+    def schedule(self, num_microbatches: int | None = None) -> Any:
+        """The training schedule."""
+        return self.build(self.topology.num_positions, num_microbatches or self.num_microbatches)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of a step by Lightning.
+
+    Attributes:
+        data: The batch.
+        args: The other positional arguments of the step.
+        kwargs: Its keyword arguments.
+        context: Entered around each forward (autocast).
+        key: What the random draws of this batch depend on.
+    """
+
+    data: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    context: Callable[[], AbstractContextManager[Any]]
+    key: tuple[int, ...]
+
+
+@dataclass
+class _Outcome:
+    """What this rank's last stages gave in one training step."""
+
+    losses: list[tuple[float, Tensor]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+
+
+class Engine:
+    """The stages of a module on this rank, and their part in every batch.
+
+    Making one cuts the module: parameters that this rank does not hold become placeholders, and all copies of a stage
+    become those of its lowest holder.
+
+    Args:
+        module: The user's module, whole.
+        runner: Its stages.
+        layout: The layout of the run.
+        groups: The process groups of an earlier run in the same processes, which are used again if they fit.
+        device: Where this rank computes.
+        timeout: Bound on every wait.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        runner: StageRunner,
+        layout: Layout,
+        groups: Groups | None,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        topology, placement = layout.topology, layout.schedule().placement
+        self.module = module
+        self.layout = layout
+        self.topology = topology
+        self.ownership = Ownership(
+            module, runner, lambda stages: topology.holders(placement, stages), topology.global_rank
+        )
+        self.groups = Groups.reuse(groups, topology, placement, self.ownership.holder_sets(), timeout)
+        self.device = device
+        self.is_cut = True
+        self.in_step = False
+        self._head_loss = runner.anatomy.head_loss
+        self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
+        self.ownership.drop()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+        self.seed = self._synchronize()
+        self.pipeline = Pipeline(
+            runner,
+            Links(topology, self.groups.links, device),
+            topology.position,
+            layout.schedule,
+            (self.seed, topology.replica),
+        )
+        self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
+        self._metric_sync = MetricSync(module, self.groups.world)
+        self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
+
+    def _synchronize(self) -> int:
+        """Makes all copies of a stage equal, and the buffers those of global rank 0; agrees on a seed."""
+        for parameter in self.ownership.held():
+            ranks = self.ownership.holders[parameter]
+            if len(ranks) > 1:
+                dist.broadcast(parameter.detach(), ranks[0], group=self.groups.holders[ranks])
+        for buffer in self.module.buffers():
+            if buffer.numel() and not buffer.is_meta:
+                shared = buffer.detach().cpu().contiguous()
+                dist.broadcast(shared, 0, group=self.groups.world)
+                buffer.detach().copy_(shared)
+        seed = torch.tensor(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() >> 1)))
+        dist.broadcast(seed, 0, group=self.groups.world)
+        return int(seed)
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def train(self, batch: Batch, *, accumulate: int) -> Tensor:
+        """Runs forward and backward of a batch.
+
+        Its gradients are set apart, since Lightning calls zero_grad between a step and its backward:
+        ``put_gradients`` puts them in place.
+
+        Args:
+            batch: The batch.
+            accumulate: Number of batches whose losses Lightning averages for one optimizer step.
+
+        Returns:
+            The loss of the batches of all replicas together, the same on every rank.
+        """
+        microbatches = split(batch.data, self.layout.num_microbatches)
+        hook = getattr(self.module, "microbatch_weight", None)
+        weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
+        outcome = _Outcome()
+        calls: list[LogCall] = []
+
+        def step(data: Any) -> Any:
+            nonlocal calls
+            with recording(self.module) as calls:
+                return self.module.training_step(data, *batch.args, **batch.kwargs)
+
+        def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
+            loss = loss_of(result, self.module)
+            share = weights.share(number, own_loss=loss is head.loss, labels=head.labels)
+            outcome.losses.append((share, loss.detach()))
+            outcome.reports.append(Report(share, calls))
+            return loss * (share / accumulate) if share else None
+
+        call = TrainingCall(step, batch.context, batch.key, finish, self.module.backward)
+        with self._stepping(), self._apart():
+            self.pipeline.train(microbatches, call)
+        outcomes = self._gather(outcome)
+        replay(self.module, combine([report for own in outcomes for report in own.reports]), weights.total_rows)
+        shares, losses = zip(*(entry for own in outcomes for entry in own.losses), strict=True)
+        total = weighted_mean(shares, torch.stack([loss.cpu().double() for loss in losses]))
+        return total.to(self.device, losses[0].dtype)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Sets the gradients of this step apart from those of earlier batches."""
+        held = self.ownership.held()
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
+            parameter.grad = None
+        yield
+        self._pending = [(parameter, parameter.grad) for parameter in held]
+        for parameter, gradient in zip(held, before, strict=True):
+            parameter.grad = gradient
+
+    def put_gradients(self) -> None:
+        """Adds the gradients of the last step to those in place."""
+        for parameter, gradient in self._pending:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._pending = []
+
+    def reduce_gradients(self) -> None:
+        """Sums the gradients of all copies."""
+        self._gradient_sync.reduce()
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips by the norm of the whole model's gradient, and returns it."""
+        return clip_by_norm(parameters, max_norm, self.ownership, self.groups.world)
+
+    # ----------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, name: str, batch: Batch, *, counts: bool, logs: bool) -> Any:
+        """Runs the user's step once for a batch, on the leader, and shares what it returned, logged and collected.
+
+        Args:
+            name: The step's name.
+            batch: The batch.
+            counts: Whether this replica's batch counts; if not it only keeps step with the other replicas.
+            logs: Whether the step may log; then all ranks of the world must take part.
+
+        Returns:
+            What the step returned, on every rank of this group.
+        """
+        result: Any = None
+        rows = 0
+        calls: list[LogCall] = []
+        if counts:
+            microbatches = split(batch.data, self.layout.num_microbatches)
+            rows = sum(microbatch.rows for microbatch in microbatches)
+            result, calls = self._evaluate(name, batch, microbatches)
+        if logs:
+            own = Report(float(rows), calls) if counts and self.topology.is_leader else None
+            reports = [report for report in self._gather(own) if report is not None]
+            replay(self.module, combine(reports), int(sum(report.share for report in reports)))
+        return result
+
+    def _evaluate(self, name: str, batch: Batch, microbatches: Sequence[Any]) -> tuple[Any, list[LogCall]]:
+        """Runs the step, and shares its result and what it appended to lists of the module."""
+        attributes = vars(self.module)
+        calls: list[LogCall] = []
+        grown: dict[str, list[Any]] = {}
+
+        def step(data: Any) -> Any:
+            nonlocal calls
+            lengths = {key: len(value) for key, value in attributes.items() if type(value) is list}
+            with recording(self.module) as calls:
+                result = getattr(self.module, name)(data, *batch.args, **batch.kwargs)
+            grown.update({key: attributes[key][n:] for key, n in lengths.items() if len(attributes[key]) > n})
+            return result
+
+        with self._stepping():
+            result = self.pipeline.evaluate(batch.data, microbatches, Call(step, batch.context, batch.key))
+        shared: tuple[Any, dict[str, list[Any]]] = self._share((result, grown))
+        if not self.topology.is_leader:
+            for key, values in shared[1].items():
+                attributes[key].extend(values)
+        return shared[0], calls
+
+    # -------------------------------------------------------------------------------------------------- the rest
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Marks the time in which the ranks do different things, so that no collective of the user can work."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+
+    def _gather(self, own: Any) -> list[Any]:
+        """What every rank of the world has, in the order of the global ranks."""
+        gathered: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(gathered, own, group=self.groups.world)
+        return gathered
+
+    def timeline(self) -> Timeline | None:
+        """When the actions of the last training step ran, over this rank's pipeline group; every rank must call it.
+
+        Returns:
+            Ranks are positions, as in the schedule; ``None`` before the first step.
+        """
+        gathered: list[Any] = [None] * self.topology.num_positions
+        dist.all_gather_object(gathered, self.pipeline.executor.spans, group=self.groups.pipeline)
+        spans = [span for own in gathered for span in own]
+        if not spans:
+            return None
+        start = min(span.start for span in spans)
+        moved = tuple(span._replace(start=span.start - start, end=span.end - start) for span in spans)
+        return Timeline("measured", self.topology.num_positions, moved)
+
+    def module_state(self) -> dict[str, Any]:
+        """The whole module's state on global rank 0, nothing elsewhere."""
+        if not self.is_cut:
+            return self.module.state_dict() if self.topology.global_rank == 0 else {}
+        return checkpoint.module_state(self.module, self.ownership, self.groups.world)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state on global rank 0, nothing elsewhere."""
+        return checkpoint.optimizer_state(optimizer, self.ownership, self.groups.world)
+
+    def make_whole(self) -> None:
+        """Gives every rank the whole module again, on the CPU."""
+        cpu = torch.device("cpu")
+        self.ownership.fill(checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, cpu))
+        self.is_cut = False
+        self.module.cpu()
+
+    def release(self) -> None:
+        """Takes back what was changed on the module's metrics."""
+        self._metric_sync.remove()
+
+
+def loss_of(result: Any, module: LightningModule) -> Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise RuntimeError(
+            f"{type(module).__name__}.training_step returned {type(result).__name__} without a loss. In a pipeline"
+            " every step must return the loss, as a tensor or under the key 'loss'; skipping a batch by returning None"
+            " is refused by Lightning on more than one process too."
+        )
+    return loss

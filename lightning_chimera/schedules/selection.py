@@ -1,0 +1,47 @@
+"""The schedule that a user chose: by name, as a builder, or as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_chimera.schedules.action import Schedule
+from lightning_chimera.schedules.validate import validate
+
+Builder = Callable[[int, int], Schedule]
+"""Makes a schedule from a number of stages and a number of microbatches."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How to make the schedule of a run.
+
+    Attributes:
+        build: makes it for a number of stages and of microbatches.
+        microbatches_per_stage: the default number of microbatches, divided by the number of stages.
+        fixed: the schedule itself, where the user gave one; it fits no other numbers.
+    """
+
+    build: Builder
+    microbatches_per_stage: int
+    fixed: Schedule | None = None
+
+    @classmethod
+    def of_value(cls, schedule: Schedule) -> Selection:
+        """Return the selection of a schedule that is there already.
+
+        Raises:
+            ScheduleError: if it is not valid.
+        """
+        validate(schedule)
+
+        def build(num_stages: int, num_microbatches: int) -> Schedule:
+            if (num_stages, num_microbatches) != (schedule.num_ranks, schedule.num_microbatches):
+                raise ValueError(
+                    f"The schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches}"
+                    f" microbatches, not for {num_stages} and {num_microbatches}. A batch with fewer rows than"
+                    " microbatches, too, needs a schedule that is given by name or as a builder."
+                )
+            return schedule
+
+        return cls(build, 1, schedule)
