@@ -1,0 +1,239 @@
+"""Trains the same module plainly and as a pipeline, and compares what training did to every parameter.
+
+The change of a parameter is compared, not its value: at small learning rates the values hide an error of a percent in the
+gradient. The optimizer is SGD, since AdamW hides wrong scales.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_chimera import ChimeraStrategy
+from lightning_chimera.schedules import get_family
+
+from . import mutations
+from .users import ROWS, LanguageModule, make_loader, make_rows
+from .world import World
+
+STEPS = 5
+CLIP = 0.15
+"""About a quarter of the gradients' norms."""
+
+SILENT = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training, with all features on.
+
+    Attributes:
+        schedule: Name of the schedule.
+        stages: Number of stages.
+        replicas: Number of replicas.
+        microbatches: Number of microbatches.
+        model: Kind of the model.
+        precision: As in the Trainer.
+        tied: Whether the embeddings are the head's weights.
+        padded: Whether rows have uneven lengths, with labels to be ignored.
+        attention: HuggingFace's name of the implementation.
+        clip: Whether gradients are clipped, by a norm that they exceed.
+        accumulate: Batches per step.
+        lr: Learning rate.
+    """
+
+    schedule: str = "chimera"
+    stages: int = 2
+    replicas: int = 1
+    microbatches: int = 4
+    model: str = "gpt2"
+    precision: Any = "64-true"
+    tied: bool = True
+    padded: bool = True
+    attention: str = "sdpa"
+    clip: bool = True
+    accumulate: int = 2
+    lr: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.stages * self.replicas
+
+    @property
+    def reference(self) -> "Cell":
+        """What a plain training depends on: of the layout only the number of replicas, whose batches it joins."""
+        return replace(self, schedule="plain", stages=1, microbatches=1)
+
+    def __str__(self) -> str:
+        usual = Cell()
+        parts = [self.schedule, f"D{self.stages}", f"W{self.replicas}", f"N{self.microbatches}", self.model]
+        parts += [
+            f"{name}={getattr(self, name)}"
+            for name in ("precision", "tied", "padded", "attention", "clip", "accumulate", "lr")
+            if getattr(self, name) != getattr(usual, name)
+        ]
+        return "-".join(parts)
+
+
+@dataclass
+class Trained:
+    """What one rank saw of a training.
+
+    Attributes:
+        before: The parameters at the start, by name.
+        after: The parameters at the end.
+        losses: The loss of each batch that callbacks are handed.
+        logged: The loss of each batch that the module logged.
+        norms: The gradient norm of each step before clipping, in a plain training.
+        hashes: For each step, the hash of each parameter on this rank.
+        keys: Names in the state dict of what is on this rank.
+        peaks: For each batch, the most activations held at one time.
+    """
+
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    logged: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    hashes: list[dict[str, str]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+
+class Spy(Callback):
+    """Notes what the checks need."""
+
+    def __init__(self) -> None:
+        self.seen = Trained()
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.seen.keys = [name for name, value in module.state_dict().items() if not value.is_meta]
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        self.seen.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen.losses.append(float(outputs["loss"]))
+        self.seen.logged.append(float(trainer.callback_metrics["train_loss"]))
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.seen.hashes.append(hash_parameters(module))
+        if isinstance(trainer.strategy, ChimeraStrategy):
+            self.seen.peaks.append(trainer.strategy.peak_activations)
+
+
+def hash_parameters(module: torch.nn.Module) -> dict[str, str]:
+    """A hash of each parameter that is on this rank."""
+    return {
+        name: hashlib.sha1(parameter.detach().numpy().tobytes()).hexdigest()
+        for name, parameter in module.named_parameters()
+        if not parameter.is_meta
+    }
+
+
+def snapshot(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, in double precision."""
+    return {name: parameter.detach().double().clone() for name, parameter in module.named_parameters()}
+
+
+def make_trainer(cell: Cell, **options: Any) -> L.Trainer:
+    """A quiet trainer for the layout of a cell; ``schedule="plain"`` makes one without any strategy of ours."""
+    if cell.schedule == "plain":
+        return L.Trainer(devices=1, **{**SILENT, **options})
+    strategy = ChimeraStrategy(
+        schedule=cell.schedule, num_stages=cell.stages, num_microbatches=cell.microbatches, print_plan=False, timeout=30
+    )
+    return L.Trainer(devices=cell.size, strategy=strategy, **{**SILENT, **options})
+
+
+def train(cell: Cell, mutation: str | None = None) -> Trained:
+    """Trains a cell on this rank."""
+    if mutation is not None:
+        getattr(mutations, mutation)()
+    torch.manual_seed(0)
+    module = LanguageModule(cell.model, lr=cell.lr, tied=cell.tied, attention=cell.attention)
+    union = cell.replicas if cell.schedule == "plain" else 1
+    rows = make_rows(cell.model, STEPS * cell.accumulate * cell.replicas * ROWS, padded=cell.padded)
+    spy = Spy()
+    spy.seen.before = snapshot(module)
+    trainer = make_trainer(
+        cell,
+        callbacks=[spy],
+        precision=cell.precision,
+        max_steps=STEPS,
+        gradient_clip_val=CLIP if cell.clip else None,
+        accumulate_grad_batches=cell.accumulate,
+    )
+    trainer.fit(module, make_loader(rows, ROWS * union))
+    spy.seen.after = snapshot(module)
+    return spy.seen
+
+
+@functools.cache
+def reference_of(world: World, cell: Cell) -> Trained:
+    """The plain training that a cell must equal."""
+    (seen,) = world.run(train, cell.reference, size=1)
+    if cell.clip:
+        assert min(seen.norms) > 2 * CLIP, f"clipping does little: {seen.norms}"
+    return seen
+
+
+def check(world: World, cell: Cell, mutation: str | None = None) -> None:
+    """Checks that the training of a cell does what a plain one does, on every rank."""
+    plain = reference_of(world, cell.reference)
+    ranks = world.run(train, cell, mutation, size=cell.size)
+    same_changes(ranks[0], plain, cell.precision)
+    same_losses(ranks, plain, cell.precision)
+    same_copies(ranks)
+    assert set().union(*(seen.keys for seen in ranks)) == set(plain.keys)
+    bounds = get_family(cell.schedule).build(cell.stages, cell.microbatches).peak_activations
+    for rank, seen in enumerate(ranks):
+        position = cell.stages - 1 - rank % cell.stages
+        assert seen.peaks == [bounds[position]] * STEPS * cell.accumulate
+
+
+def same_changes(piped: Trained, plain: Trained, precision: Any = "64-true") -> None:
+    """Checks the change of every parameter against the plain one's."""
+    assert piped.before.keys() == plain.before.keys()
+    changes = {name: plain.after[name] - plain.before[name] for name in plain.before}
+    errors = {name: piped.after[name] - piped.before[name] - change for name, change in changes.items()}
+    relative, absolute = (1e-10, 1e-14) if precision == "64-true" else (1e-5, 1e-8)
+    whole = torch.stack([change.norm() for change in changes.values()]).norm()
+    assert whole > 0
+    wrong = [
+        f"{name}: change {float(changes[name].norm()):.3g}, off by {float(error.norm()):.3g}"
+        for name, error in errors.items()
+        if not error.norm() <= relative * changes[name].norm() + absolute * whole
+    ]
+    assert not wrong, f"{len(wrong)} of {len(changes)} parameters changed otherwise:\n" + "\n".join(wrong)
+
+
+def same_losses(ranks: Iterable[Trained], plain: Trained, precision: Any) -> None:
+    """Checks the loss of every batch, handed out and logged, on every rank."""
+    tolerance = {"rtol": 1e-10 if precision == "64-true" else 1e-5, "atol": 0.0}
+    for seen in ranks:
+        torch.testing.assert_close(seen.losses, plain.losses, **tolerance)
+        torch.testing.assert_close(seen.logged, plain.logged, **{**tolerance, "rtol": 1e-6})
+
+
+def same_copies(ranks: Iterable[Trained]) -> None:
+    """Checks that after every step all ranks that hold a parameter hold the same bits."""
+    for number, step in enumerate(zip(*(seen.hashes for seen in ranks), strict=True)):
+        for name in set().union(*step):
+            copies = {hashes[name] for hashes in step if name in hashes}
+            assert len(copies) == 1, f"step {number}: the copies of {name} differ"

@@ -1,0 +1,1 @@
+"""Faults put into the product on purpose, to show that the checks would find them."""
