@@ -108,7 +108,7 @@ def sample(timeline: Timeline) -> Grid:
         if all(abs(time * parts / shortest - round(time * parts / shortest)) < 1e-6 for time in times)
     )
     column = next(fitting, shortest)
-    num_columns = math.ceil(timeline.makespan / column - 1e-6)
+    num_columns = math.ceil(timeline.makespan / column - 0.5 - 1e-6)
     return Grid(
         column, tuple(_sampled(timeline.of_rank(rank), column, num_columns) for rank in range(timeline.num_ranks))
     )

@@ -244,6 +244,13 @@ def test_stages_on_one_rank_exchange_no_message() -> None:
     assert [step.operation for step in lowered.rows[0]] == [Operation.COMPUTE] * 4
 
 
+def test_a_consumer_that_answers_itself_proves_that_the_message_was_taken() -> None:
+    rows = tuple(tuple(map(Action.parse, row.split())) for row in ("0F0 2F0 2B0 0B0", "1F0 1B0"))
+    lines = [str(step) for step in lower(Schedule("zigzag", Placement(((0, 1, 0),)), 1, rows)).rows[0]]
+    assert lines[lines.index("release 0F0 -> 1F0 (0 -> 1, #0)") - 1] == "compute 2F0"
+    assert lines[lines.index("release 2B0 -> 1B0 (0 -> 1, #1)") - 1] == "compute 0B0"
+
+
 def test_an_invalid_schedule_is_not_lowered() -> None:
     rows = gpipe(2, 2).rows
     with pytest.raises(ScheduleError, match="runs before"):

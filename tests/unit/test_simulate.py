@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_chimera.schedules import SCHEDULES, Action, ScheduleError, chimera, forward_only, get_family, gpipe
+from lightning_chimera.schedules import (
+    SCHEDULES,
+    Action,
+    Placement,
+    Schedule,
+    ScheduleError,
+    chimera,
+    forward_only,
+    get_family,
+    gpipe,
+)
 from lightning_chimera.timeline import Costs, Span, Timeline, render_timeline, sample, simulate
 
 
@@ -83,6 +93,11 @@ def test_latency_delays_messages_between_ranks_only() -> None:
     }
 
 
+def test_two_stages_on_one_rank_have_no_latency_between_them() -> None:
+    rows = (tuple(map(Action.parse, ["0F0", "1F0", "1B0", "0B0"])),)
+    assert simulate(Schedule("one rank", Placement(((0, 0),)), 1, rows), Costs(1, 2, 5)).makespan == 6
+
+
 def test_an_invalid_schedule_is_not_simulated() -> None:
     rows = gpipe(2, 2).rows
     with pytest.raises(ScheduleError, match="1B1 runs before 1F1"):
@@ -132,9 +147,9 @@ def test_an_empty_timeline_has_no_bubble() -> None:
 
 def test_peak_activations_follow_the_time_of_the_spans_and_not_their_place() -> None:
     spans = (
-        span(0, "0B1", 4, 5),
-        span(0, "0F1", 2, 3),
         span(0, "0F0", 0, 1),
+        span(0, "0F1", 2, 3),
+        span(0, "0B1", 3, 4),
         span(0, "0B0", 1, 2),
         span(1, "1F0", 0, 1),
     )
@@ -157,6 +172,13 @@ def test_a_span_that_cannot_be_is_refused(bad: Span, message: str) -> None:
 @pytest.mark.parametrize(("backward", "column"), [(2, 1), (1.5, 0.5), (4 / 3, 1 / 3), (1.75, 0.25), (1.9, 1)])
 def test_columns_are_exact_where_a_few_parts_of_the_shortest_action_suffice(backward: float, column: float) -> None:
     assert sample(simulate(gpipe(2, 2), Costs(1, backward))).column == pytest.approx(column)
+
+
+def test_a_column_shows_what_runs_in_its_middle() -> None:
+    # B1 begins at 3.3 and ends at 4.6.
+    assert render_timeline(simulate(gpipe(1, 2), Costs(1, 1.3))) == "rank 0  F0 F1 B0 B1 B1"
+    # B1 begins at 3.2 and ends at 4.4.
+    assert render_timeline(simulate(gpipe(1, 2), Costs(1, 1.2))) == "rank 0  F0 F1 B0 B1"
 
 
 @settings(deadline=None)

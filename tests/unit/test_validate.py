@@ -180,6 +180,13 @@ def test_a_deadlock_is_blamed_on_the_circle_and_not_on_those_who_wait_for_it() -
     assert "0B0 on rank 0 waits for 1B0 on rank 1, 1F1 on rank 1 waits for 0F1 on rank 0." in str(error)
 
 
+def test_a_deadlock_is_blamed_on_the_circle_though_an_earlier_rank_waits_for_it() -> None:
+    # Rank 0 waits for rank 1, but the circle is between ranks 1 and 2: 1B0 awaits 2B0, which stands behind 2F1.
+    error = failure(make(Placement.down(3), 2, "0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1"))
+    assert (error.rank, error.index) == (1, 1)
+    assert "0B0 on rank 0" not in str(error)
+
+
 def test_forward_only_schedules_need_no_backward() -> None:
     validate(forward_only(3, 4))
     error = failure(dataclasses.replace(forward_only(2, 1), rows=(forward_only(2, 1).rows[0], ())))
