@@ -56,7 +56,7 @@ class Family(NamedTuple):
 
 
 SCHEDULES: dict[str, Family] = {
-    "chimera": Family(chimera, 1, "Two pipes in opposite directions: the smallest bubble, two copies of each stage."),
+    "chimera": Family(chimera, 1, "Two opposite pipes: least bubble for few microbatches, two copies of each stage."),
     "gpipe": Family(gpipe, 2, "All forwards, then all backwards: the simplest, activations of all microbatches."),
     "1f1b": Family(one_f_one_b, 2, "One forward, one backward in turn: GPipe's bubble with bounded activations."),
 }
