@@ -81,8 +81,8 @@ def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) 
     if trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path:
         lines.append(("best checkpoint", trainer.checkpoint_callback.best_model_path))
     lines += [("timeline picture", str(picture)) for picture in sorted(output_dir.glob("*.png"))]
-    if trainer.log_dir:
-        lines.append(("logged values", trainer.log_dir))
+    # Not trainer.log_dir, which is a broadcast: the other ranks are gone by now.
+    lines += [("logged values", logger.log_dir) for logger in trainer.loggers if logger.log_dir]
     lines.append(("run folder", str(output_dir)))
     console = Console(highlight=False, soft_wrap=True)
     for label, value in lines:

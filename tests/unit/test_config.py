@@ -29,7 +29,7 @@ class Trainer:
         self.callbacks = callbacks
         self.global_step = global_step
         self.is_global_zero = global_zero
-        self.log_dir = log_dir
+        self.loggers = [SimpleNamespace(log_dir=log_dir)]
         self.checkpoint_callback = SimpleNamespace(best_model_path="some/best.ckpt")
         self.sanity_checking = False
         self.callback_metrics = {}
