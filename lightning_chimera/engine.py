@@ -3,6 +3,7 @@
 The strategy tells it what Lightning wants; everything below knows neither Lightning's hooks nor the Trainer.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -183,6 +184,7 @@ class Engine:
         outcomes = self._gather(outcome)
         replay(self.module, combine([report for own in outcomes for report in own.reports]), weights.total_rows)
         shares, losses = zip(*(entry for own in outcomes for entry in own.losses), strict=True)
+        self._correct(sum(shares))
         total = weighted_mean(shares, torch.stack([loss.cpu().double() for loss in losses]))
         return total.to(self.device, losses[0].dtype)
 
@@ -197,6 +199,11 @@ class Engine:
         self._pending = [(parameter, parameter.grad) for parameter in held]
         for parameter, gradient in zip(held, before, strict=True):
             parameter.grad = gradient
+
+    def _correct(self, total: float) -> None:
+        """Divides the gradients of this step by the sum of the shares, where that was not known before."""
+        if total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
+            torch._foreach_div_([gradient for _, gradient in self._pending if gradient is not None], total)
 
     def put_gradients(self) -> None:
         """Adds the gradients of the last step to those in place."""

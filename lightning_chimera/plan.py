@@ -24,23 +24,23 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
     costs, parameters = _sizes(module, runner)
     total = sum(costs)
     bubble = simulate(schedule, stage_costs(costs)).bubble
+    pipes = "1 pipe" if schedule.num_pipes == 1 else f"{schedule.num_pipes} pipes"
     table = Table(
-        title=f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_pipes} pipe(s),"
-        f" {schedule.num_microbatches} microbatches, {topology.num_replicas} replica(s)",
-        caption=f"Simulated bubble with the estimated costs: {bubble:.0%}. cuts={list(runner.cuts)}",
+        title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
+        f" {topology.num_replicas} x {topology.num_positions} ranks",
+        caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}",
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("global ranks", "position", "stages", "blocks", "parameters", "cost", "activations"):
-        table.add_column(heading, justify="left" if heading in ("stages", "blocks") else "right")
+    for heading in ("global rank", "position", "stages", "parameters", "cost", "in flight"):
+        table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=True)
     for position in reversed(range(topology.num_positions)):
         stages = schedule.placement.stages_of(position)
         ranks = [topology.at(position, replica) for replica in range(topology.num_replicas)]
         table.add_row(
             ", ".join(map(str, ranks)),
             str(position),
-            ", ".join(map(str, stages)),
-            ", ".join(_blocks(runner, stage) for stage in stages),
+            "\n".join(f"{stage}: {_contents(runner, stage)}" for stage in stages),
             f"{sum(parameters[stage] for stage in stages):,}",
             f"{sum(costs[stage] for stage in stages) / total:.0%}",
             str(schedule.peak_activations[position]),
@@ -66,9 +66,10 @@ def _sizes(module: nn.Module, runner: StageRunner) -> tuple[list[int], list[int]
     return costs, parameters
 
 
-def _blocks(runner: StageRunner, stage: int) -> str:
-    """The blocks of a stage in words."""
+def _contents(runner: StageRunner, stage: int) -> str:
+    """What is on a stage, in words."""
     blocks = runner.blocks_of(stage)
-    first = "embeddings + " if stage == 0 else ""
-    last = " + head" if stage == runner.num_stages - 1 else ""
-    return f"{first}{blocks.start}-{blocks.stop - 1}{last}" if len(blocks) > 1 else f"{first}{blocks.start}{last}"
+    walk = f"blocks {blocks.start}-{blocks.stop - 1}" if len(blocks) > 1 else f"block {blocks.start}"
+    first = ["embeddings"] if stage == 0 else []
+    last = ["head"] if stage == runner.num_stages - 1 else []
+    return ", ".join([*first, walk, *last])
