@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 from torch import nn
 
@@ -29,10 +30,12 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
         title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
         f" {topology.num_replicas} x {topology.num_positions} ranks",
         caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("global rank", "position", "stages", "parameters", "cost", "in flight"):
+    for heading in ("global rank", "position", "stages", "params", "cost", "in flight"):
         table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=True)
     for position in reversed(range(topology.num_positions)):
         stages = schedule.placement.stages_of(position)
@@ -41,7 +44,7 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
             ", ".join(map(str, ranks)),
             str(position),
             "\n".join(f"{stage}: {_contents(runner, stage)}" for stage in stages),
-            f"{sum(parameters[stage] for stage in stages):,}",
+            f"{sum(parameters[stage] for stage in stages) / 1e6:.1f} M",
             f"{sum(costs[stage] for stage in stages) / total:.0%}",
             str(schedule.peak_activations[position]),
         )
@@ -70,6 +73,6 @@ def _contents(runner: StageRunner, stage: int) -> str:
     """What is on a stage, in words."""
     blocks = runner.blocks_of(stage)
     walk = f"blocks {blocks.start}-{blocks.stop - 1}" if len(blocks) > 1 else f"block {blocks.start}"
-    first = ["embeddings"] if stage == 0 else []
+    first = ["embedding"] if stage == 0 else []
     last = ["head"] if stage == runner.num_stages - 1 else []
     return ", ".join([*first, walk, *last])

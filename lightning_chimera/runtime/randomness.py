@@ -28,9 +28,9 @@ def reseed(*key: int) -> None:
 
 
 def _seed_torch(seed: int) -> None:
-    """Seeds the CPU and CUDA; ``torch.manual_seed`` takes 1 ms, since it keeps a stack trace for each kind of device."""
+    """Seeds the CPU and CUDA; ``torch.manual_seed`` also keeps a stack trace for each other kind of device: 1 ms."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
 
 
