@@ -22,16 +22,16 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
         topology: Where the positions are.
         schedule: The training schedule.
     """
-    costs, parameters = _sizes(module, runner)
-    total = sum(costs)
-    bubble = simulate(schedule, stage_costs(costs)).bubble
+    costs = _stage_costs(module, runner)
     pipes = "1 pipe" if schedule.num_pipes == 1 else f"{schedule.num_pipes} pipes"
+    bubble = simulate(schedule, relative_costs(costs)).bubble
     table = Table(
         title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
         f" {topology.num_replicas} x {topology.num_positions} ranks",
         caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
         title_justify="left",
         caption_justify="left",
     )
@@ -44,29 +44,35 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
             ", ".join(map(str, ranks)),
             str(position),
             "\n".join(f"{stage}: {_contents(runner, stage)}" for stage in stages),
-            f"{sum(parameters[stage] for stage in stages) / 1e6:.1f} M",
-            f"{sum(costs[stage] for stage in stages) / total:.0%}",
+            f"{_parameters_on(module, runner, stages) / 1e6:.1f} M",
+            f"{sum(costs[stage] for stage in stages) / sum(costs):.0%}",
             str(schedule.peak_activations[position]),
         )
     return table
 
 
-def stage_costs(costs: Sequence[int]) -> Costs:
+def relative_costs(costs: Sequence[int]) -> Costs:
     """Costs for the simulator, in units of the mean stage's forward; a backward costs two forwards."""
     mean = sum(costs) / len(costs)
     return Costs(forward=[cost / mean for cost in costs], backward=[2 * cost / mean for cost in costs])
 
 
-def _sizes(module: nn.Module, runner: StageRunner) -> tuple[list[int], list[int]]:
-    """Estimated cost and number of parameters of each stage; the user's own parameters are on every rank."""
-    costs, parameters = [0] * runner.num_stages, [0] * runner.num_stages
+def _stage_costs(module: nn.Module, runner: StageRunner) -> list[int]:
+    """Estimated cost of each stage."""
+    costs = [0] * runner.num_stages
     for layer, cost in enumerate(layer_costs(module, runner.anatomy)):
         costs[runner.stage_of(layer)] += cost
-    for name, parameter in module.named_parameters():
-        layer_of_it = runner.anatomy.layer_of(name)
-        if layer_of_it is not None:
-            parameters[runner.stage_of(layer_of_it)] += parameter.numel()
-    return costs, parameters
+    return costs
+
+
+def _parameters_on(module: nn.Module, runner: StageRunner, stages: Sequence[int]) -> int:
+    """Number of parameters on a rank that holds some stages; a tied table is on both end stages, but once on a rank."""
+    held = set()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        layer = runner.anatomy.layer_of(name)
+        if layer is None or runner.stage_of(layer) in stages:
+            held.add(parameter)
+    return sum(parameter.numel() for parameter in held)
 
 
 def _contents(runner: StageRunner, stage: int) -> str:
