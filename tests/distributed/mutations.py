@@ -18,7 +18,7 @@ from lightning_chimera.runtime.weights import LossWeights
 
 def no_sync_of_copies() -> None:
     """The copies of a stage keep their own gradients."""
-    GradientSync.reduce = lambda self: None  # type: ignore[method-assign]
+    GradientSync.reduce = lambda self: None
 
 
 def gradients_averaged() -> None:
@@ -31,7 +31,7 @@ def gradients_averaged() -> None:
             if parameter.grad is not None:
                 parameter.grad /= len(self._ownership.holders[parameter])
 
-    GradientSync.reduce = average  # type: ignore[method-assign]
+    GradientSync.reduce = average
 
 
 def own_norm() -> None:
@@ -61,17 +61,17 @@ def microbatch_dropped() -> None:
     def without(self: LossWeights, microbatch: int, **kwargs: Any) -> float:
         return 0.0 if microbatch == 1 else share(self, microbatch, **kwargs)
 
-    LossWeights.share = without  # type: ignore[method-assign]
+    LossWeights.share = without
 
 
 def weights_by_rows() -> None:
     """Microbatches count by their rows instead of by their tokens."""
-    TokenLoss.count = lambda self, labels: len(labels)  # type: ignore[method-assign]
+    TokenLoss.count = lambda self, labels: len(labels)
 
 
 def labels_not_shifted() -> None:
     """A causal model's first labels, which predict nothing, count."""
-    TokenLoss.count = lambda self, labels: int((labels != self.ignore_index).sum())  # type: ignore[method-assign]
+    TokenLoss.count = lambda self, labels: int((labels != self.ignore_index).sum())
 
 
 def no_accumulation_scale() -> None:
@@ -79,4 +79,4 @@ def no_accumulation_scale() -> None:
     from lightning_chimera.engine import Engine
 
     train = Engine.train
-    Engine.train = lambda self, batch, *, accumulate: train(self, batch, accumulate=1)  # type: ignore[method-assign]
+    Engine.train = lambda self, batch, *, accumulate: train(self, batch, accumulate=1)

@@ -82,4 +82,4 @@ def test_every_other_cell_in_single_precision(world: World, cell: Cell) -> None:
 def test_a_fault_in_the_gradients_would_be_found(world: World, mutation: str, cell: Cell) -> None:
     unclipped = replace(cell, clip="norm" in mutation)  # a wrong scale of all gradients would be clipped away
     with pytest.raises(AssertionError, match="parameters changed otherwise"):
-        check(world, unclipped, mutation)
+        check(world, unclipped, mutation=mutation)

@@ -1,12 +1,13 @@
 """Runs a function on every rank of a small world, each rank in a process of its own.
 
-Starting Python and importing torch takes seconds. So one server does it once for all tests of a session and forks the ranks
-of each case. It runs no autograd and makes no process group itself, so its children start clean: they find the environment
-of a run that somebody else has launched.
+Starting Python and importing torch takes seconds. So one server does it once for all tests of a session and forks the
+ranks of each case. It runs no autograd and makes no process group itself, so its children start clean: they find the
+environment of a run that somebody else has launched.
 """
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -24,13 +25,20 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 GRACE = 5.0
 """Seconds for the other ranks to end by themselves after the first has failed."""
 
-_PRELOAD = ("torch", "lightning", "torchmetrics", "pytest", "transformers.models.gpt2", "transformers.models.bert")
+_PRELOAD = (
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "pytest",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+    "lightning_chimera.strategy",
+)
 _STACKS = signal.SIGUSR2
 
 
@@ -95,7 +103,8 @@ class World:
 
     def _ask(self, case: _Case) -> dict[str, Any]:
         server = self._started()
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         try:
             server.stdin.write(json.dumps(vars(case)) + "\n")
             server.stdin.flush()
@@ -125,7 +134,8 @@ class World:
         """Ends the server, and with it the ranks of a case that still runs."""
         server, self._server = self._server, None
         if server is not None:
-            assert server.stdin is not None and server.stdout is not None
+            assert server.stdin is not None
+            assert server.stdout is not None
             server.stdin.close()
             server.wait(timeout=30)
             server.stdout.close()
@@ -162,11 +172,11 @@ def serve() -> None:
     """Reads cases from standard input, one a line, until it is closed; answers each with a line."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        for name in (*_PRELOAD, "lightning_chimera.strategy"):
+        for name in _PRELOAD:
             importlib.import_module(name)
-        import torch
-
-        torch.set_num_threads(1)
+        sys.modules["torch"].set_num_threads(1)
+        gc.collect()
+        gc.freeze()  # so that collections in the children leave the shared pages alone
         while line := _read_line():
             answers.write(json.dumps(_run(_Case(**json.loads(line)))) + "\n")
             answers.flush()
