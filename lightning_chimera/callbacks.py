@@ -1,6 +1,7 @@
 """Callbacks that know a pipeline."""
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,8 +19,7 @@ from lightning_chimera.timeline.plot import plot_timelines, save_figure
 class PipelineTrace(Callback):
     """Writes when every action of one training step ran, beside what the simulator makes of the same costs.
 
-    Two files: ``timeline.json`` for Perfetto (ui.perfetto.dev) and ``timeline.png``. Ranks in them are positions of the
-    schedule, of the first pipeline group.
+    Two files, ``timeline.json`` for Perfetto (ui.perfetto.dev) and ``timeline.png``, show the first pipeline group.
 
     Args:
         dirpath: Folder for the files; the Trainer's ``default_root_dir`` if ``None``.
@@ -66,12 +66,12 @@ class PipelineTrace(Callback):
     def _write(measured: Timeline, schedule: Schedule, folder: Path) -> None:
         """Writes both files."""
         simulated = simulate(schedule, measured_costs(measured, schedule.num_stages))
-        write_trace(folder / "timeline.json", {"measured": measured, "simulated": simulated})
-        pair = [
-            Timeline(f"{schedule.name}, measured", measured.num_ranks, measured.spans),
-            Timeline(f"{schedule.name}, simulated", simulated.num_ranks, simulated.spans),
-        ]
-        save_figure(plot_timelines(pair, time_label="seconds"), folder / "timeline.png")
+        pair = {
+            word: replace(timeline, name=f"{schedule.name}, {word}", labels=measured.labels)
+            for word, timeline in (("measured", measured), ("simulated", simulated))
+        }
+        write_trace(folder / "timeline.json", pair)
+        save_figure(plot_timelines(list(pair.values()), time_label="seconds"), folder / "timeline.png")
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:

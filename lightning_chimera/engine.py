@@ -299,7 +299,9 @@ class Engine:
             return None
         start = min(span.start for span in spans)
         moved = tuple(span._replace(start=span.start - start, end=span.end - start) for span in spans)
-        return Timeline("measured", self.topology.num_positions, moved)
+        positions = range(self.topology.num_positions)
+        labels = tuple(f"position {position} (global rank {self.topology.at(position)})" for position in positions)
+        return Timeline("measured", len(positions), moved, labels)
 
     def module_state(self) -> dict[str, Any]:
         """The whole module's state on global rank 0, nothing elsewhere."""

@@ -29,7 +29,9 @@ _AFTER = "#e9e9e9"
 _GREY = "#5a5a5a"
 
 _WIDTH = 12.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.75, 0.2, 0.25, 0.6
+_RIGHT, _TOP, _BOTTOM = 0.2, 0.25, 0.6
+_LABEL = 0.074
+"""Width of a letter of a rank's label."""
 _ROW = 0.27
 _GAP = 0.55
 _POINTS = 72
@@ -59,18 +61,20 @@ def plot_timelines(timelines: Sequence[Timeline], *, time_label: str = "time") -
     panels = [_ROW * timeline.num_ranks for timeline in timelines]
     height = _TOP + sum(panels) + _GAP * len(panels) + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
-    points = (_WIDTH - _LEFT - _RIGHT) * _POINTS / makespan
+    labels = [timeline.label(rank) for timeline in timelines for rank in range(timeline.num_ranks)]
+    left = 0.3 + _LABEL * max(map(len, labels))
+    points = (_WIDTH - left - _RIGHT) * _POINTS / makespan
     top = height - _TOP
     for timeline, panel in zip(timelines, panels, strict=True):
         top -= _GAP + panel
-        box = (_LEFT / _WIDTH, top / height, (_WIDTH - _LEFT - _RIGHT) / _WIDTH, panel / height)
+        box = (left / _WIDTH, top / height, (_WIDTH - left - _RIGHT) / _WIDTH, panel / height)
         axes = figure.add_axes(box, xlim=(0, makespan), ylim=(timeline.num_ranks - 0.5, -0.5))
         _style(axes, timeline)
         _draw(axes, timeline, points)
     for axes in figure.axes[:-1]:
         axes.tick_params(labelbottom=False)
     figure.axes[-1].set_xlabel(time_label)
-    _add_legend(figure, timelines)
+    _add_legend(figure, timelines, left)
     return figure
 
 
@@ -99,7 +103,7 @@ def _style(axes: Axes, timeline: Timeline) -> None:
         fontweight="bold",
         pad=5,
     )
-    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)], fontsize=9)
+    axes.set_yticks(range(timeline.num_ranks), list(map(timeline.label, range(timeline.num_ranks))), fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", color=_GREY, labelsize=9)
     for side in axes.spines.values():
@@ -142,7 +146,7 @@ def _font_size(timeline: Timeline, points: float) -> float:
     return min(_MAX_FONT, 0.85 * narrowest / (digits * _DIGIT))
 
 
-def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+def _add_legend(figure: Figure, timelines: Sequence[Timeline], left: float) -> None:
     used = {_style_of(span) for timeline in timelines for span in timeline.spans}
     directions = {_DOWN: "down", _UP: "up"} if any(direction == _UP for _, direction in used) else {_DOWN: ""}
     handles = [
@@ -152,7 +156,7 @@ def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         if (kind, direction) in used
     ]
     handles.append(Patch(facecolor="white", edgecolor=_GREY, linewidth=0.6, label="bubble"))
-    anchor = (_LEFT / _WIDTH, 1 - 0.12 / figure.get_figheight())
+    anchor = (left / _WIDTH, 1 - 0.12 / figure.get_figheight())
     figure.legend(
         handles=handles,
         loc="upper left",

@@ -31,22 +31,30 @@ class Timeline:
         name: what was run, such as the name of the schedule.
         num_ranks: number of ranks, idle ones included.
         spans: the actions; those of one rank do not overlap.
+        labels: what the ranks are called in pictures, if it is not ``rank 0``, ``rank 1``, ...
 
     Raises:
-        ValueError: if a span is on a rank that does not exist, or ends before it starts.
+        ValueError: if a span is on a rank that does not exist, or ends before it starts, or not every rank has a label.
     """
 
     name: str
     num_ranks: int
     spans: tuple[Span, ...]
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check each span."""
+        """Check each span, and the labels."""
+        if self.labels and len(self.labels) != self.num_ranks:
+            raise ValueError(f"{len(self.labels)} labels for {self.num_ranks} ranks: give one a rank, or none.")
         for span in self.spans:
             if not 0 <= span.rank < self.num_ranks:
                 raise ValueError(f"{span.action} is on rank {span.rank}, but there are {self.num_ranks} ranks.")
             if not 0 <= span.start <= span.end:
                 raise ValueError(f"{span.action} on rank {span.rank} runs from {span.start} to {span.end}.")
+
+    def label(self, rank: int) -> str:
+        """Return what a rank is called in pictures."""
+        return self.labels[rank] if self.labels else f"rank {rank}"
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """Return the spans of one rank in the order of time."""

@@ -66,7 +66,7 @@ def write_trace(path: str | os.PathLike[str], timelines: Mapping[str, Timeline] 
 def _events(timeline: Timeline, prefix: str, first_process: int) -> Iterator[Event]:
     for rank in range(timeline.num_ranks):
         process = first_process + rank
-        yield _metadata("process_name", process, name=f"{prefix}rank {rank}")
+        yield _metadata("process_name", process, name=f"{prefix}{timeline.label(rank)}")
         yield _metadata("process_sort_index", process, sort_index=process)
         yield _metadata("thread_name", process, name="compute")
     for span in timeline.spans:

@@ -1,3 +1,4 @@
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,14 @@ def test_pyplot_is_not_loaded() -> None:
         code,
     ]
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False).returncode == 0
+
+
+def test_ranks_are_called_by_their_labels() -> None:
+    timeline = dataclasses.replace(simulate(gpipe(2, 2)), labels=("first", "second"))
+    axes = plot_timelines([timeline]).axes[0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["first", "second"]
+
+
+def test_every_rank_has_a_label_or_none_has() -> None:
+    with pytest.raises(ValueError, match="1 labels for 2 ranks"):
+        dataclasses.replace(simulate(gpipe(2, 2)), labels=("first",))
