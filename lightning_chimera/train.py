@@ -34,8 +34,8 @@ def run(config: DictConfig) -> float | None:
     """
     import lightning as L
     from hydra.utils import instantiate
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.callbacks import LambdaCallback
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     losses: list[float] = []
 
@@ -52,6 +52,8 @@ def run(config: DictConfig) -> float | None:
     callbacks.append(LambdaCallback(on_validation_end=keep_loss))
     logger = instantiate(config.logger, _convert_="all") if config.logger else False
     trainer = instantiate(config.trainer, logger=logger, callbacks=callbacks, _convert_="all")
+    # Strategies that start processes do this by themselves: with it, the batches come in one order under all of them.
+    L.seed_everything(config.seed, workers=True, verbose=False)
     try:
         trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
     except (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException) as error:
@@ -78,8 +80,9 @@ def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) 
     lines = []
     if losses:
         lines.append(("validation loss", f"{losses[0]:.3f} -> {losses[-1]:.3f}"))
-    if trainer.checkpoint_callback and trainer.checkpoint_callback.best_model_path:
-        lines.append(("best checkpoint", trainer.checkpoint_callback.best_model_path))
+    best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+    if best:
+        lines.append(("best checkpoint", best))
     lines += [("timeline picture", str(picture)) for picture in sorted(output_dir.glob("*.png"))]
     # Not trainer.log_dir, which is a broadcast: the other ranks are gone by now.
     lines += [("logged values", logger.log_dir) for logger in trainer.loggers if logger.log_dir]
