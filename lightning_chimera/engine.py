@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_chimera import checkpoint
 from lightning_chimera.partition.ownership import Ownership
@@ -76,6 +77,11 @@ class _Outcome:
     losses: list[tuple[float, Tensor]] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
 
+    def on_cpu(self) -> "_Outcome":
+        """The same on the CPU, as it travels between ranks."""
+        losses = [(share, loss.cpu()) for share, loss in self.losses]
+        return _Outcome(losses, [report.on_cpu() for report in self.reports])
+
 
 class Engine:
     """The stages of a module on this rank, and their part in every batch.
@@ -118,10 +124,15 @@ class Engine:
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.to(device)
         self.seed = self._synchronize()
+        links = Links(topology, self.groups.links, device)
+        links.warm_up()
         self.pipeline = Pipeline(
             runner,
-            Links(topology, self.groups.links, device),
+            links,
             topology.position,
             layout.schedule,
             (self.seed, topology.replica),
@@ -174,18 +185,18 @@ class Engine:
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
             loss = loss_of(result, self.module)
             share = weights.share(number, own_loss=loss is head.loss, labels=head.labels)
-            outcome.losses.append((share, loss.detach()))
+            outcome.losses.append((share, loss.detach()))  # on the device: nothing waits for it during the step
             outcome.reports.append(Report(share, calls))
             return loss * (share / accumulate) if share else None
 
         call = TrainingCall(step, batch.context, batch.key, finish, self.module.backward)
         with self._stepping(), self._apart():
             self.pipeline.train(microbatches, call)
-        outcomes = self._gather(outcome)
+        outcomes: list[_Outcome] = self._gather(outcome.on_cpu())
         replay(self.module, combine([report for own in outcomes for report in own.reports]), weights.total_rows)
         shares, losses = zip(*(entry for own in outcomes for entry in own.losses), strict=True)
         self._correct(sum(shares))
-        total = weighted_mean(shares, torch.stack([loss.cpu().double() for loss in losses]))
+        total = weighted_mean(shares, torch.stack([loss.double() for loss in losses]))
         return total.to(self.device, losses[0].dtype)
 
     @contextmanager
@@ -242,7 +253,7 @@ class Engine:
             rows = sum(microbatch.rows for microbatch in microbatches)
             result, calls = self._evaluate(name, batch, microbatches)
         if logs:
-            own = Report(float(rows), calls) if counts and self.topology.is_leader else None
+            own = Report(float(rows), calls).on_cpu() if counts and self.topology.is_leader else None
             reports = [report for report in self._gather(own) if report is not None]
             replay(self.module, combine(reports), int(sum(report.share for report in reports)))
         return result

@@ -8,7 +8,7 @@ see the same values everywhere, as in a single process.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class LogCall:
 
     Attributes:
         name: The key.
-        value: The value on the CPU; for a metric, its value for this step if it has one.
+        value: The value; for a metric, its value for this step if it has one.
         metric: Path of the metric in the module, if one was logged.
         options: All other arguments.
     """
@@ -51,6 +51,11 @@ class Report:
     share: float
     calls: list[LogCall] = field(default_factory=list)
 
+    def on_cpu(self) -> "Report":
+        """The same with all values on the CPU, as it travels between ranks."""
+        moved = [replace(call, value=None if call.value is None else call.value.cpu()) for call in self.calls]
+        return Report(self.share, moved)
+
 
 @contextmanager
 def recording(module: LightningModule) -> Iterator[list[LogCall]]:
@@ -69,7 +74,7 @@ def recording(module: LightningModule) -> Iterator[list[LogCall]]:
             path = next(path for path, part in module.named_modules() if part is value)
             value.__dict__.pop(_PASSIVE, None)
             value = value._forward_cache
-        tensor = None if value is None else torch.as_tensor(value).detach().cpu().clone()
+        tensor = None if value is None else torch.as_tensor(value).detach().clone()
         calls.append(LogCall(name, tensor, path, options))
 
     module.__dict__["log"] = log

@@ -1,6 +1,7 @@
 """ChimeraStrategy: Lightning's hooks; the work is done by the engine and the rooms below it."""
 
 import atexit
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -203,8 +204,19 @@ class ChimeraStrategy(ParallelStrategy):
                 " all microbatches inside one training step, so it needs automatic optimization: return the loss from"
                 " training_step and remove manual_backward."
             )
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
+                raise MisconfigurationException(
+                    f"{type(module).__name__}.{step} takes dataloader_iter. A pipeline draws the batch itself and"
+                    " splits it into microbatches: take `batch` and `batch_idx` instead."
+                )
         if self._layer_sync is not None:
             raise MisconfigurationException("Trainer(sync_batchnorm=True) is not supported by ChimeraStrategy.")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise MisconfigurationException(
+                f"precision={self.precision_plugin.precision!r} scales the loss, which ChimeraStrategy does not"
+                " support. Use bf16-mixed, bf16-true or 32-true."
+            )
         if type(module).configure_model is LightningModule.configure_model:  # else the model is not there yet
             self._choose_cuts(module, find_anatomy(module))
 
@@ -303,14 +315,15 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with keyed(self.engine.seed, self.topology.replica, *self._key(), dataloader_idx):
+        with keyed(self.engine.seed, self.topology.replica, *self._key(dataloader_idx)):
             return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _key(self) -> tuple[int, ...]:
-        """What the random draws of this batch depend on."""
+    def _key(self, *indices: Any) -> tuple[int, ...]:
+        """What the random draws of a batch depend on: how far training is, and the batch's and loader's index."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        return (trainer.global_step, trainer.fit_loop.total_batch_idx)
+        known = (index for index in indices if isinstance(index, int))
+        return (trainer.global_step, trainer.fit_loop.total_batch_idx, *known)
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -319,7 +332,7 @@ class ChimeraStrategy(ParallelStrategy):
         """Runs forward and backward of the whole batch; the loss is that of all replicas."""
         assert self.lightning_module is not None
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key())
+        batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key(*rest))
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
         return {"loss": self.engine.train(batch, accumulate=accumulate)}
 
@@ -363,7 +376,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, context, self._key())
+        batch = Batch(data, tuple(rest), kwargs, context, self._key(*rest))
         return self.engine.evaluate(name, batch, counts=not self._is_surplus(name, *rest), logs=name != "predict_step")
 
     def _is_surplus(self, name: str, batch_index: int = 0, loader_index: int = 0, *_: Any) -> bool:

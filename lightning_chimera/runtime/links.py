@@ -43,6 +43,18 @@ class Links:
         self._posted: dict[Message, tuple[Work, Tensor]] = {}
         self._sent: dict[Message, tuple[Work, Tensor]] = {}
 
+    def warm_up(self) -> None:
+        """Sends a first message over every link, in one order, so that no connection is made within a schedule.
+
+        NCCL makes its communicators at the first message, and then waits for both ends.
+        """
+        for (source, target), group in sorted(self._groups.items()):
+            token = torch.zeros(1, device=self._device)
+            if source == self._topology.position:
+                dist.send(token, self._topology.at(target), group=group)
+            elif target == self._topology.position:
+                dist.recv(token, self._topology.at(source), group=group)
+
     def post(self, message: Message, boundary: Boundary | None) -> None:
         """Starts a receive, if the shape is known and all earlier messages of the link have been posted.
 
