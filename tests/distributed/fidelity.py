@@ -120,7 +120,8 @@ class Trained:
         after: The parameters at the end.
         losses: The loss of each batch that callbacks are handed.
         logged: The loss of each batch that the module logged.
-        norms: For each step the gradients' norm before clipping, in a plain training.
+        clip: The norm by which gradients were clipped.
+        norms: For each step the gradients' norm before that, in a plain training.
         unused: For each step the names on this rank that have no gradient.
         hashes: For each step the hash of each parameter on this rank.
         keys: Names in the state dict of what is on this rank.
@@ -132,6 +133,7 @@ class Trained:
     after: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     logged: list[float] = field(default_factory=list)
+    clip: float | None = None
     norms: list[float] = field(default_factory=list)
     unused: list[set[str]] = field(default_factory=list)
     hashes: list[dict[str, str]] = field(default_factory=list)
@@ -147,6 +149,7 @@ class Spy(Callback):
         self.seen = Trained()
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.seen.clip = trainer.gradient_clip_val
         self.seen.keys = [name for name, value in module.state_dict().items() if not value.is_meta]
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
@@ -237,8 +240,7 @@ def check(
         The plain training, and that of each rank.
     """
     plain = train_plainly(world, cell.reference, make)
-    if cell.clip:
-        assert min(plain.norms) > 2 * CLIP, f"clipping would do little: {plain.norms}"
+    assert plain.clip is None or min(plain.norms) > 2 * plain.clip, f"clipping would do little: {plain.norms}"
     ranks = world.run(train, cell, make, mutation, size=cell.size)
     same_changes(ranks[0], plain, cell.precision)
     same_losses(ranks, plain, cell.precision)

@@ -1,0 +1,535 @@
+"""Whatever a training step does in a plain Trainer, it does in a pipeline."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertModel
+
+from .fidelity import Cell, Experiment, check, same_changes, train
+from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
+from .world import RankFailed, World
+
+CHIMERA = Cell("chimera", 4, microbatches=4)
+REPLICAS = Cell("1f1b", 2, replicas=2, microbatches=3)
+BERT = Cell("gpipe", 4, microbatches=3, model="bert")
+
+
+def rows_for(cell: Cell, **options: Any) -> list[Row]:
+    return make_rows(cell.model, 5 * cell.accumulate * cell.replicas * ROWS, **options)
+
+
+def experiment(cell: Cell, module: L.LightningModule, rows: list[Row] | None = None, **options: Any) -> Experiment:
+    return Experiment(module, make_loader(rows_for(cell) if rows is None else rows, cell.batch_size), options)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+class ReturnsDict(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return {"loss": self.model(**batch).loss, "note": torch.ones(3)}
+
+
+class ReturnsOutput(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch)
+
+
+class ReturnsFromTuple(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch, return_dict=False)[0]
+
+
+class CallsItself(LanguageModule):
+    def forward(self, **batch: Tensor) -> Any:
+        return self.model(**batch)
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = self(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+
+class CatchesExceptions(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        try:
+            return super().training_step(batch, batch_idx)
+        except Exception:
+            return None
+
+
+class ComputesBefore(LanguageModule):
+    """Draws random numbers before the model is called, on every stage."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        order = torch.randperm(LENGTH)
+        assert sorted(order.tolist()) == list(range(LENGTH))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "module", [ReturnsDict, ReturnsOutput, ReturnsFromTuple, CallsItself, CatchesExceptions, ComputesBefore]
+)
+def test_a_step_may_return_its_loss_in_any_form(world: World, module: type[LanguageModule]) -> None:
+    check(world, CHIMERA, MAKERS[module])
+
+
+# ------------------------------------------------------------------------------------------------------------- labels
+
+
+class LabelsFromIds(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        self.log("train_loss", loss)
+        return loss
+
+
+class LabelsFromMask(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        loss = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+        self.log("train_loss", loss)
+        return loss
+
+
+class LabelsChanged(LanguageModule):
+    """Ignores more labels than the batch does."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        batch["labels"] = batch["labels"].masked_fill(batch["input_ids"] % 3 == 0, -100)
+        return super().training_step(batch, batch_idx)
+
+
+class LossScaled(LanguageModule):
+    """The loss is not the model's own any more, but a mean over rows still, as no label is ignored."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = 0.5 * self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+
+def labels_from_ids(cell: Cell) -> Experiment:
+    rows = [{"input_ids": row["input_ids"]} for row in rows_for(cell)]
+    return experiment(cell, LabelsFromIds(), rows)
+
+
+def labels_from_mask(cell: Cell) -> Experiment:
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows_for(cell)]
+    return experiment(cell, LabelsFromMask(), rows)
+
+
+def labels_changed(cell: Cell) -> Experiment:
+    return experiment(cell, LabelsChanged())
+
+
+def loss_scaled(cell: Cell) -> Experiment:
+    return experiment(cell, LossScaled(), rows_for(cell, padded=False), gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+@pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, labels_changed, loss_scaled])
+def test_a_step_may_make_its_own_labels(world: World, make: Callable[[Cell], Experiment], cell: Cell) -> None:
+    check(world, cell, make)
+
+
+class OwnTokenLoss(LanguageModule):
+    """A mean over the tokens that have a label, computed by the user."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        labels = batch.pop("labels")
+        logits = self.model(**batch).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+
+class WeighedTokenLoss(OwnTokenLoss):
+    def microbatch_weight(self, batch: Row) -> int:
+        return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def own_token_loss(cell: Cell) -> Experiment:
+    return experiment(cell, OwnTokenLoss())
+
+
+def weighed_token_loss(cell: Cell) -> Experiment:
+    return experiment(cell, WeighedTokenLoss())
+
+
+def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(world: World) -> None:
+    with pytest.raises(
+        RankFailed, match=r"(?s)ValueError: .*labels hold -100.*Define.*microbatch_weight\(self, batch\)"
+    ):
+        world.run(train, CHIMERA, own_token_loss, size=4)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_microbatch_weight_makes_it_exact(world: World, cell: Cell) -> None:
+    check(world, cell, weighed_token_loss)
+
+
+# --------------------------------------------------------------------------------------------------------- parameters
+
+
+class RowClassifier(L.LightningModule):
+    """A base model, a head and a loss by rows of the user's own, and parameters that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert: BertModel = BertModel(make_model("bert").config)  # with a pooler, which is not used
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 7))
+        self.unused = nn.Linear(3, 3)
+
+    def training_step(self, batch: Row, batch_idx: int) -> Tensor:
+        target = batch.pop("labels")[:, 0].clamp(min=0) % 7
+        hidden = self.bert(**batch).last_hidden_state[:, 0]
+        loss = nn.functional.cross_entropy(self.head(hidden) * self.scale, target)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def row_classifier(cell: Cell) -> Experiment:
+    rows = rows_for(cell)
+    for number, row in enumerate(rows):
+        row["labels"] = torch.full_like(row["labels"], number)
+    return experiment(cell, RowClassifier(), rows)
+
+
+@pytest.mark.parametrize("cell", [BERT, REPLICAS], ids=str)
+def test_own_parameters_and_a_loss_by_rows_train_alike(world: World, cell: Cell) -> None:
+    _, ranks = check(world, cell, row_classifier)
+    never_used = {"unused.weight", "unused.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    for step in zip(*(seen.unused for seen in ranks), strict=True):
+        assert set().union(*step) == never_used  # and so weight decay leaves them alone
+    for name in never_used:
+        assert torch.equal(ranks[0].before[name], ranks[0].after[name])
+
+
+class Frozen(LanguageModule):
+    """Some blocks, or all that is before them, do not train."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(tied=False)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in names))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0, weight_decay=0.1)
+
+
+def first_stage_frozen(cell: Cell) -> Experiment:
+    return experiment(cell, Frozen("wte", "wpe", "h.0."), gradient_clip_val=0.05)
+
+
+def middle_stage_frozen(cell: Cell) -> Experiment:
+    return experiment(cell, Frozen("h.1."))
+
+
+def all_but_the_head_frozen(cell: Cell) -> Experiment:
+    return experiment(cell, Frozen("transformer"), gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 4, microbatches=8)], ids=str)
+@pytest.mark.parametrize("make", [first_stage_frozen, middle_stage_frozen, all_but_the_head_frozen])
+def test_a_stage_may_be_frozen(world: World, make: Callable[[Cell], Experiment], cell: Cell) -> None:
+    _, ranks = check(world, cell, make)
+    same = {name for name, value in ranks[0].before.items() if torch.equal(value, ranks[0].after[name])}
+    frozen = {name for name, parameter in make(cell).module.named_parameters() if not parameter.requires_grad}
+    assert same == frozen != set()
+
+
+class Checkpointed(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.gradient_checkpointing_enable()
+
+
+def checkpointed(cell: Cell) -> Experiment:
+    return experiment(cell, Checkpointed())
+
+
+def test_activations_may_be_recomputed(world: World) -> None:
+    check(world, CHIMERA, checkpointed)
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+def rows_per_batch(cell: Cell, sizes: list[int], **options: Any) -> Experiment:
+    rows = [row for row in make_rows(cell.model, 2 * sum(sizes)) if bool((row["labels"][1:] != -100).any())]
+    ends = list(accumulate(sizes))
+    batches = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    return Experiment(LanguageModule(cell.model), make_loader(rows, 1, batch_sampler=batches), options)
+
+
+def few_rows(cell: Cell) -> Experiment:
+    return rows_per_batch(cell, [8, 3, 8, 1, 5, 2, 8, 7, 1, 4])
+
+
+def one_row(cell: Cell) -> Experiment:
+    return rows_per_batch(cell, [1] * 4, max_epochs=2, max_steps=-1)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 2, microbatches=8), BERT], ids=str)
+@pytest.mark.parametrize("make", [few_rows, one_row])
+def test_a_batch_may_have_fewer_rows_than_microbatches(
+    world: World, make: Callable[[Cell], Experiment], cell: Cell
+) -> None:
+    check(world, cell, make)
+
+
+def lengths_change(cell: Cell) -> Experiment:
+    lengths = [16, 9, 31, 16, 5, 31, 9, 16, 30, 2]
+    rows = [row for length in lengths for row in make_rows(cell.model, ROWS, length=length)]
+    validation = make_loader(make_rows(cell.model, 5, length=6), 3)
+    loaders = {"train_dataloaders": make_loader(rows, ROWS), "val_dataloaders": validation}
+    return Experiment(LanguageModule(cell.model), loaders, {"val_check_interval": 1})
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, BERT], ids=str)
+def test_lengths_may_change_between_batches_and_in_validation(world: World, cell: Cell) -> None:
+    check(world, cell, lengths_change)
+
+
+class Masks(LanguageModule):
+    """Hands the model its masks and positions in less common forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        mask = batch["attention_mask"]
+        if self.form == "bool":
+            batch["attention_mask"] = mask.bool()
+        elif self.form == "float":
+            batch["attention_mask"] = mask.to(self.dtype)
+        elif self.form == "none":
+            del batch["attention_mask"]
+        elif self.form == "4d":
+            causal = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
+            batch["attention_mask"] = causal & mask[:, None, None, :].bool()
+        elif self.form == "positions":
+            batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        return super().training_step(batch, batch_idx)
+
+
+def masks(cell: Cell, form: str) -> Experiment:
+    rows = rows_for(cell)
+    if form == "positions":  # padded on the left
+        rows = [{name: value.flip(0) for name, value in row.items()} for row in rows]
+    return experiment(cell, Masks(form), rows)
+
+
+def bool_mask(cell: Cell) -> Experiment:
+    return masks(cell, "bool")
+
+
+def float_mask(cell: Cell) -> Experiment:
+    return masks(cell, "float")
+
+
+def no_mask(cell: Cell) -> Experiment:
+    return masks(cell, "none")
+
+
+def square_mask(cell: Cell) -> Experiment:
+    return masks(cell, "4d")
+
+
+def padded_left(cell: Cell) -> Experiment:
+    return masks(cell, "positions")
+
+
+@pytest.mark.parametrize("make", [bool_mask, float_mask, no_mask, square_mask, padded_left])
+def test_masks_may_have_any_form(world: World, make: Callable[[Cell], Experiment]) -> None:
+    check(world, CHIMERA, make)
+
+
+class Collated:
+    """Rows with one row of positions for the whole batch, as some collate functions make them."""
+
+    def __call__(self, rows: list[Row]) -> Any:
+        batch = torch.utils.data.default_collate(rows)
+        batch["position_ids"] = torch.arange(LENGTH).flip(0)[None]
+        return batch
+
+
+def shared_positions(cell: Cell) -> Experiment:
+    loader = make_loader(rows_for(cell), cell.batch_size, collate_fn=Collated())
+    return Experiment(LanguageModule(cell.model), loader)
+
+
+def test_what_has_no_rows_goes_to_every_microbatch(world: World) -> None:
+    check(world, REPLICAS, shared_positions)
+
+
+# ---------------------------------------------------------------------------------------------------------- randomness
+
+
+class Noting(LanguageModule):
+    """Notes the loss of every microbatch."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.notes: list[float] = []
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.notes.append(float(loss))
+        return loss
+
+
+def dropout(cell: Cell) -> Experiment:
+    L.seed_everything(3, verbose=False)
+    return experiment(cell, Noting(0.2))
+
+
+def dropout_on_equal_rows(cell: Cell) -> Experiment:
+    L.seed_everything(3, verbose=False)
+    rows = make_rows("gpt2", 1, padded=False) * (8 * ROWS)
+    return experiment(cell, Noting(0.2), rows, max_steps=1)
+
+
+def test_dropout_is_the_same_for_every_layout(world: World) -> None:
+    single = world.run(train, Cell("1f1b", 1), dropout, size=1)[0]
+    for cell in (Cell("1f1b", 2), Cell("gpipe", 4), Cell("chimera", 2), Cell("chimera", 4)):
+        seen = world.run(train, cell, dropout, size=cell.size)[0]
+        same_changes(seen, single)
+
+
+def test_dropout_differs_between_microbatches_replicas_and_batches(world: World) -> None:
+    ranks = world.run(train, Cell("chimera", 2, replicas=2), dropout_on_equal_rows, size=4)
+    losses = [loss for seen in ranks for loss in seen.notes]
+    assert len(losses) == len(set(losses)) == 2 * 2 * 4
+
+
+# -------------------------------------------------------------------------------------------------------------- hooks
+
+
+class Hooks(LanguageModule):
+    """Notes the order of the hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[str, Any]] = []
+
+    def on_train_batch_start(self, batch: Row, batch_idx: int) -> None:
+        self.notes.append(("on_train_batch_start", batch["input_ids"].sum().item()))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append(("on_before_zero_grad", None))
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.notes.append(("on_before_backward", round(float(loss), 9)))
+
+    def on_after_backward(self) -> None:
+        self.notes.append(("on_after_backward", None))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        bias = self.model.transformer.ln_f.bias  # every rank of the two with D = 2 in Chimera holds it
+        self.notes.append(("on_before_optimizer_step", round(float(bias.grad.norm()), 9)))
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.notes.append(("configure_gradient_clipping", None))
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+
+    def on_train_batch_end(self, outputs: Any, batch: Row, batch_idx: int) -> None:
+        self.notes.append(("on_train_batch_end", batch_idx))
+
+
+def hooks(cell: Cell) -> Experiment:
+    return experiment(cell, Hooks())
+
+
+def test_hooks_run_in_the_order_and_with_the_values_of_a_plain_training(world: World) -> None:
+    plain, ranks = check(world, Cell("chimera", 2), hooks)
+    for seen in ranks:
+        assert seen.notes == plain.notes
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+class TwoCalls(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch).loss + self.model(**batch).loss
+
+
+class NoCall(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model.lm_head.weight.sum()
+
+
+class ReturnsNone(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class Barrier(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.strategy.barrier()
+        return loss
+
+
+class BarrierBefore(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        self.trainer.strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+class Generates(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.model.generate(batch["input_ids"][:, :3], max_new_tokens=2)
+        return super().training_step(batch, batch_idx)
+
+
+MAKERS: dict[type, Callable[[Cell], Experiment]] = {}
+
+
+def _make(module: type[LanguageModule]) -> Callable[[Cell], Experiment]:
+    """A function of this module that the ranks find by its name."""
+
+    def make(cell: Cell) -> Experiment:
+        return experiment(cell, module())
+
+    make.__qualname__ = make.__name__ = f"make_{module.__name__}"
+    globals()[make.__name__] = make
+    return make
+
+
+MAKERS |= {
+    module: _make(module)
+    for module in (
+        *FORMS,
+        *(TwoCalls, NoCall, ReturnsNone, Barrier, BarrierBefore, Generates),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (TwoCalls, "The model was called more than once in one step"),
+        (NoCall, "The step returned without calling the GPT2Model 'model.transformer'"),
+        (ReturnsNone, "training_step returned NoneType without a loss"),
+        (Barrier, r"strategy\.barrier\(\) was called inside a step"),
+        (BarrierBefore, r"strategy\.barrier\(\) was called inside a step"),
+        (Generates, "The model was called more than once in one step|generate"),
+    ],
+)
+def test_a_step_that_cannot_be_cut_is_an_error(world: World, module: type[LanguageModule], message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        world.run(train, Cell("chimera", 2), MAKERS[module], size=2, limit=20)
