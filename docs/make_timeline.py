@@ -1,7 +1,7 @@
 """Makes docs/images/timeline.png: one step of Chimera as the product measured it, beside the simulator's.
 
-A rank's device is emulated: each block sleeps 20 ms in its forward and 40 ms in its backward, so four ranks work at their
-own pace on two cores. Everything else is the product as a user runs it.
+A rank's device is emulated: each block sleeps 20 ms in its forward and 40 ms in its backward, so four ranks work at
+their own pace on two cores. Everything else is the product as a user runs it.
 
 python docs/make_timeline.py
 """

@@ -44,7 +44,8 @@ def main():
         strategy="chimera",  # 2. runs the module as a pipeline
         accelerator="cpu",
         devices=2,
-        max_steps=100,
+        max_steps=60,
+        log_every_n_steps=10,
     )
     trainer.fit(
         MaskedLanguageModel(len(tokenizer)),

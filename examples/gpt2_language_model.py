@@ -42,7 +42,8 @@ def main():
         strategy="chimera",  # 2. runs the module as a pipeline
         accelerator="cpu",
         devices=2,
-        max_steps=100,
+        max_steps=60,
+        log_every_n_steps=10,
     )
     trainer.fit(
         LanguageModel(), DataLoader(rows[200:], batch_size=16, shuffle=True), DataLoader(rows[:200], batch_size=16)

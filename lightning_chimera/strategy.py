@@ -1,7 +1,7 @@
 """ChimeraStrategy: Lightning's hooks; the work is done by the engine and the rooms below it."""
 
 import atexit
-import inspect
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
@@ -32,6 +31,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_chimera.checkpoint import load_optimizer_state
+from lightning_chimera.checks import (
+    check_choice,
+    check_fixed_schedule,
+    check_module,
+    check_optimizers,
+    check_sizes,
+    check_trainer,
+)
 from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.launch import ScriptLauncher
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
@@ -94,19 +101,15 @@ class ChimeraStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
+        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
+        check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if self._timeout <= timedelta(0):
             raise ValueError(f"timeout={timeout!r}: it must be a positive number of seconds.")
-        methods = ("popen", "spawn", "fork", "forkserver")
-        if start_method not in methods:
-            raise ValueError(f"start_method={start_method!r}: it must be one of {', '.join(methods)}.")
         self._selection = select(schedule)
         fixed = self._selection.fixed
         if fixed is not None:
-            _check_sizes_of(fixed, num_stages, num_microbatches)
+            check_fixed_schedule(fixed, num_stages, num_microbatches)
             num_stages, num_microbatches = fixed.num_ranks, fixed.num_microbatches
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
@@ -197,26 +200,9 @@ class ChimeraStrategy(ParallelStrategy):
             self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
 
     def _check_module(self, module: LightningModule) -> None:
-        """Refuses a module that can't be trained."""
-        if not module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(module).__name__} sets automatic_optimization=False. A pipeline runs forward and backward of"
-                " all microbatches inside one training step, so it needs automatic optimization: return the loss from"
-                " training_step and remove manual_backward."
-            )
-        for step in ("training_step", "validation_step", "test_step", "predict_step"):
-            if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
-                raise MisconfigurationException(
-                    f"{type(module).__name__}.{step} takes dataloader_iter. A pipeline draws the batch itself and"
-                    " splits it into microbatches: take `batch` and `batch_idx` instead."
-                )
-        if self._layer_sync is not None:
-            raise MisconfigurationException("Trainer(sync_batchnorm=True) is not supported by ChimeraStrategy.")
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise MisconfigurationException(
-                f"precision={self.precision_plugin.precision!r} scales the loss, which ChimeraStrategy does not"
-                " support. Use bf16-mixed, bf16-true or 32-true."
-            )
+        """Refuses what can't be trained, before a process is started for it."""
+        check_module(module)
+        check_trainer(self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
         if type(module).configure_model is LightningModule.configure_model:  # else the model is not there yet
             self._choose_cuts(module, find_anatomy(module))
 
@@ -250,12 +236,14 @@ class ChimeraStrategy(ParallelStrategy):
         self._check_module(self.lightning_module)
         # The leader of a group draws from the user's own loader (runtime/batches.py); there is no public switch for it.
         trainer._accelerator_connector.use_distributed_sampler = False
+        if not self.is_distributed:  # Lightning advises sync_dist for any process group, but logs are equal already
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._cut(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -274,14 +262,6 @@ class ChimeraStrategy(ParallelStrategy):
             Console().print(plan_table(module, runner, self.topology, self.layout.schedule()))
             self._print_plan = False
         self._engine = Engine(module, runner, self.layout, self._groups, self.root_device, self._timeout)
-
-    def _check_optimizers(self) -> None:
-        """Refuses optimizers that call the step more than once."""
-        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
-            raise MisconfigurationException(
-                "LBFGS evaluates the step several times per optimizer step, which a pipeline does not support."
-                " Use a first-order optimizer."
-            )
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -511,20 +491,6 @@ class ChimeraStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
         return {**super().__getstate__(), "_engine": None}
-
-
-def _check_sizes_of(schedule: Schedule, num_stages: int | None, num_microbatches: int | None) -> None:
-    """Refuses arguments that contradict a fixed schedule.
-
-    Raises:
-        ValueError: They do.
-    """
-    for name, given, own in (
-        ("num_stages", num_stages, schedule.num_ranks),
-        ("num_microbatches", num_microbatches, schedule.num_microbatches),
-    ):
-        if given is not None and given != own:
-            raise ValueError(f"{name}={given}, but the schedule {schedule.name!r} has {own}. Leave {name} out.")
 
 
 def _leave_process_group() -> None:
