@@ -19,7 +19,7 @@ from lightning_chimera import ChimeraStrategy
 from lightning_chimera.schedules import get_family
 
 from . import mutations
-from .users import ROWS, LanguageModule, make_loader, make_rows
+from .users import ROWS, LanguageModule, Row, make_loader, make_rows
 from .world import World
 
 STEPS = 5
@@ -107,8 +107,8 @@ class Experiment:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-Make = Callable[[Cell], Experiment]
-"""A function of a module, which both the plain and the piped training call."""
+Make = Callable[[Cell], Experiment] | type[L.LightningModule]
+"""A function of a module, called by the plain and the piped training alike; or a class to be trained on the usual rows."""
 
 
 @dataclass
@@ -194,11 +194,20 @@ def make_trainer(cell: Cell, **options: Any) -> L.Trainer:
     return L.Trainer(**{"devices": cell.size, "strategy": strategy, **SILENT, **options})
 
 
+def usual_rows(cell: Cell, *, padded: bool = True) -> list[Row]:
+    """Rows for the usual number of steps."""
+    return make_rows(cell.model, STEPS * cell.accumulate * cell.replicas * ROWS, padded=padded)
+
+
+def usual(cell: Cell, module: L.LightningModule, rows: list[Row] | None = None, **options: Any) -> Experiment:
+    """Trains a module on the usual rows, or on others."""
+    return Experiment(module, make_loader(usual_rows(cell) if rows is None else rows, cell.batch_size), options)
+
+
 def language_model(cell: Cell) -> Experiment:
     """The training of the whole matrix."""
     module = LanguageModule(cell.model, tied=cell.tied, attention=cell.attention)
-    rows = make_rows(cell.model, STEPS * cell.accumulate * cell.replicas * ROWS, padded=cell.padded)
-    return Experiment(module, make_loader(rows, cell.batch_size))
+    return usual(cell, module, usual_rows(cell, padded=cell.padded))
 
 
 def train(cell: Cell, make: Make = language_model, mutation: str | None = None) -> Trained:
@@ -206,7 +215,7 @@ def train(cell: Cell, make: Make = language_model, mutation: str | None = None) 
     if mutation is not None:
         getattr(mutations, mutation)()
     torch.manual_seed(0)
-    experiment = make(cell)
+    experiment = usual(cell, make()) if isinstance(make, type) else make(cell)
     module, spy = experiment.module, Spy()
     spy.seen.before = snapshot(module)
     options = {

@@ -1,6 +1,5 @@
 """Whatever a training step does in a plain Trainer, it does in a pipeline."""
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -10,21 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BertModel
 
-from .fidelity import Cell, Experiment, check, same_changes, train
+from .fidelity import Cell, Experiment, Make, check, same_changes, train, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
 from .world import RankFailed, World
 
 CHIMERA = Cell("chimera", 4, microbatches=4)
 REPLICAS = Cell("1f1b", 2, replicas=2, microbatches=3)
 BERT = Cell("gpipe", 4, microbatches=3, model="bert")
-
-
-def rows_for(cell: Cell, **options: Any) -> list[Row]:
-    return make_rows(cell.model, 5 * cell.accumulate * cell.replicas * ROWS, **options)
-
-
-def experiment(cell: Cell, module: L.LightningModule, rows: list[Row] | None = None, **options: Any) -> Experiment:
-    return Experiment(module, make_loader(rows_for(cell) if rows is None else rows, cell.batch_size), options)
 
 
 # ------------------------------------------------------------------------------------------------------------ results
@@ -76,7 +67,7 @@ class ComputesBefore(LanguageModule):
     "module", [ReturnsDict, ReturnsOutput, ReturnsFromTuple, CallsItself, CatchesExceptions, ComputesBefore]
 )
 def test_a_step_may_return_its_loss_in_any_form(world: World, module: type[LanguageModule]) -> None:
-    check(world, CHIMERA, MAKERS[module])
+    check(world, CHIMERA, module)
 
 
 # ------------------------------------------------------------------------------------------------------------- labels
@@ -115,26 +106,22 @@ class LossScaled(LanguageModule):
 
 
 def labels_from_ids(cell: Cell) -> Experiment:
-    rows = [{"input_ids": row["input_ids"]} for row in rows_for(cell)]
-    return experiment(cell, LabelsFromIds(), rows)
+    rows = [{"input_ids": row["input_ids"]} for row in usual_rows(cell)]
+    return usual(cell, LabelsFromIds(), rows)
 
 
 def labels_from_mask(cell: Cell) -> Experiment:
-    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows_for(cell)]
-    return experiment(cell, LabelsFromMask(), rows)
-
-
-def labels_changed(cell: Cell) -> Experiment:
-    return experiment(cell, LabelsChanged())
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in usual_rows(cell)]
+    return usual(cell, LabelsFromMask(), rows)
 
 
 def loss_scaled(cell: Cell) -> Experiment:
-    return experiment(cell, LossScaled(), rows_for(cell, padded=False), gradient_clip_val=0.05)
+    return usual(cell, LossScaled(), usual_rows(cell, padded=False), gradient_clip_val=0.05)
 
 
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
-@pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, labels_changed, loss_scaled])
-def test_a_step_may_make_its_own_labels(world: World, make: Callable[[Cell], Experiment], cell: Cell) -> None:
+@pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, LabelsChanged, loss_scaled])
+def test_a_step_may_make_its_own_labels(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
 
 
@@ -154,24 +141,16 @@ class WeighedTokenLoss(OwnTokenLoss):
         return int((batch["labels"][:, 1:] != -100).sum())
 
 
-def own_token_loss(cell: Cell) -> Experiment:
-    return experiment(cell, OwnTokenLoss())
-
-
-def weighed_token_loss(cell: Cell) -> Experiment:
-    return experiment(cell, WeighedTokenLoss())
-
-
 def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(world: World) -> None:
     with pytest.raises(
         RankFailed, match=r"(?s)ValueError: .*labels hold -100.*Define.*microbatch_weight\(self, batch\)"
     ):
-        world.run(train, CHIMERA, own_token_loss, size=4)
+        world.run(train, CHIMERA, OwnTokenLoss, size=4)
 
 
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_microbatch_weight_makes_it_exact(world: World, cell: Cell) -> None:
-    check(world, cell, weighed_token_loss)
+    check(world, cell, WeighedTokenLoss)
 
 
 # --------------------------------------------------------------------------------------------------------- parameters
@@ -199,10 +178,10 @@ class RowClassifier(L.LightningModule):
 
 
 def row_classifier(cell: Cell) -> Experiment:
-    rows = rows_for(cell)
+    rows = usual_rows(cell)
     for number, row in enumerate(rows):
         row["labels"] = torch.full_like(row["labels"], number)
-    return experiment(cell, RowClassifier(), rows)
+    return usual(cell, RowClassifier(), rows)
 
 
 @pytest.mark.parametrize("cell", [BERT, REPLICAS], ids=str)
@@ -228,20 +207,20 @@ class Frozen(LanguageModule):
 
 
 def first_stage_frozen(cell: Cell) -> Experiment:
-    return experiment(cell, Frozen("wte", "wpe", "h.0."), gradient_clip_val=0.05)
+    return usual(cell, Frozen("wte", "wpe", "h.0."), gradient_clip_val=0.05)
 
 
 def middle_stage_frozen(cell: Cell) -> Experiment:
-    return experiment(cell, Frozen("h.1."))
+    return usual(cell, Frozen("h.1."))
 
 
 def all_but_the_head_frozen(cell: Cell) -> Experiment:
-    return experiment(cell, Frozen("transformer"), gradient_clip_val=0.05)
+    return usual(cell, Frozen("transformer"), gradient_clip_val=0.05)
 
 
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 4, microbatches=8)], ids=str)
 @pytest.mark.parametrize("make", [first_stage_frozen, middle_stage_frozen, all_but_the_head_frozen])
-def test_a_stage_may_be_frozen(world: World, make: Callable[[Cell], Experiment], cell: Cell) -> None:
+def test_a_stage_may_be_frozen(world: World, make: Make, cell: Cell) -> None:
     _, ranks = check(world, cell, make)
     same = {name for name, value in ranks[0].before.items() if torch.equal(value, ranks[0].after[name])}
     frozen = {name for name, parameter in make(cell).module.named_parameters() if not parameter.requires_grad}
@@ -254,12 +233,8 @@ class Checkpointed(LanguageModule):
         self.model.gradient_checkpointing_enable()
 
 
-def checkpointed(cell: Cell) -> Experiment:
-    return experiment(cell, Checkpointed())
-
-
 def test_activations_may_be_recomputed(world: World) -> None:
-    check(world, CHIMERA, checkpointed)
+    check(world, CHIMERA, Checkpointed)
 
 
 # ------------------------------------------------------------------------------------------------------------- shapes
@@ -282,9 +257,7 @@ def one_row(cell: Cell) -> Experiment:
 
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 2, microbatches=8), BERT], ids=str)
 @pytest.mark.parametrize("make", [few_rows, one_row])
-def test_a_batch_may_have_fewer_rows_than_microbatches(
-    world: World, make: Callable[[Cell], Experiment], cell: Cell
-) -> None:
+def test_a_batch_may_have_fewer_rows_than_microbatches(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
 
 
@@ -325,10 +298,10 @@ class Masks(LanguageModule):
 
 
 def masks(cell: Cell, form: str) -> Experiment:
-    rows = rows_for(cell)
+    rows = usual_rows(cell)
     if form == "positions":  # padded on the left
         rows = [{name: value.flip(0) for name, value in row.items()} for row in rows]
-    return experiment(cell, Masks(form), rows)
+    return usual(cell, Masks(form), rows)
 
 
 def bool_mask(cell: Cell) -> Experiment:
@@ -352,7 +325,7 @@ def padded_left(cell: Cell) -> Experiment:
 
 
 @pytest.mark.parametrize("make", [bool_mask, float_mask, no_mask, square_mask, padded_left])
-def test_masks_may_have_any_form(world: World, make: Callable[[Cell], Experiment]) -> None:
+def test_masks_may_have_any_form(world: World, make: Make) -> None:
     check(world, CHIMERA, make)
 
 
@@ -366,7 +339,7 @@ class Collated:
 
 
 def shared_positions(cell: Cell) -> Experiment:
-    loader = make_loader(rows_for(cell), cell.batch_size, collate_fn=Collated())
+    loader = make_loader(usual_rows(cell), cell.batch_size, collate_fn=Collated())
     return Experiment(LanguageModule(cell.model), loader)
 
 
@@ -392,13 +365,13 @@ class Noting(LanguageModule):
 
 def dropout(cell: Cell) -> Experiment:
     L.seed_everything(3, verbose=False)
-    return experiment(cell, Noting(0.2))
+    return usual(cell, Noting(0.2))
 
 
 def dropout_on_equal_rows(cell: Cell) -> Experiment:
     L.seed_everything(3, verbose=False)
     rows = make_rows("gpt2", 1, padded=False) * (8 * ROWS)
-    return experiment(cell, Noting(0.2), rows, max_steps=1)
+    return usual(cell, Noting(0.2), rows, max_steps=1)
 
 
 def test_dropout_is_the_same_for_every_layout(world: World) -> None:
@@ -448,12 +421,8 @@ class Hooks(LanguageModule):
         self.notes.append(("on_train_batch_end", batch_idx))
 
 
-def hooks(cell: Cell) -> Experiment:
-    return experiment(cell, Hooks())
-
-
 def test_hooks_run_in_the_order_and_with_the_values_of_a_plain_training(world: World) -> None:
-    plain, ranks = check(world, Cell("chimera", 2), hooks)
+    plain, ranks = check(world, Cell("chimera", 2), Hooks)
     for seen in ranks:
         assert seen.notes == plain.notes
 
@@ -496,29 +465,6 @@ class Generates(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
-MAKERS: dict[type, Callable[[Cell], Experiment]] = {}
-
-
-def _make(module: type[LanguageModule]) -> Callable[[Cell], Experiment]:
-    """A function of this module that the ranks find by its name."""
-
-    def make(cell: Cell) -> Experiment:
-        return experiment(cell, module())
-
-    make.__qualname__ = make.__name__ = f"make_{module.__name__}"
-    globals()[make.__name__] = make
-    return make
-
-
-MAKERS |= {
-    module: _make(module)
-    for module in (
-        *FORMS,
-        *(TwoCalls, NoCall, ReturnsNone, Barrier, BarrierBefore, Generates),
-    )
-}
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -532,4 +478,4 @@ MAKERS |= {
 )
 def test_a_step_that_cannot_be_cut_is_an_error(world: World, module: type[LanguageModule], message: str) -> None:
     with pytest.raises(RankFailed, match=message):
-        world.run(train, Cell("chimera", 2), MAKERS[module], size=2, limit=20)
+        world.run(train, Cell("chimera", 2), module, size=2, limit=20)
