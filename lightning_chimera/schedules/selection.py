@@ -34,14 +34,25 @@ class Selection:
             ScheduleError: if it is not valid.
         """
         validate(schedule)
+        return cls(_Fixed(schedule), 1, schedule)
 
-        def build(num_stages: int, num_microbatches: int) -> Schedule:
-            if (num_stages, num_microbatches) != (schedule.num_ranks, schedule.num_microbatches):
-                raise ValueError(
-                    f"The schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches}"
-                    f" microbatches, not for {num_stages} and {num_microbatches}. A batch with fewer rows than"
-                    " microbatches, too, needs a schedule that is given by name or as a builder."
-                )
-            return schedule
 
-        return cls(build, 1, schedule)
+@dataclass(frozen=True)
+class _Fixed:
+    """The builder of a schedule that is there already; a class, so that it can be pickled for spawned processes."""
+
+    schedule: Schedule
+
+    def __call__(self, num_stages: int, num_microbatches: int) -> Schedule:
+        """Return the schedule, if it is for these sizes.
+
+        Raises:
+            ValueError: if it is for others.
+        """
+        if (num_stages, num_microbatches) != (self.schedule.num_ranks, self.schedule.num_microbatches):
+            raise ValueError(
+                f"The schedule {self.schedule.name!r} is for {self.schedule.num_ranks} ranks and"
+                f" {self.schedule.num_microbatches} microbatches, not for {num_stages} and {num_microbatches}. A batch"
+                " with fewer rows than microbatches, too, needs a schedule that is given by name or as a builder."
+            )
+        return self.schedule
