@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -149,8 +149,8 @@ def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
 def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
     """A loader that fetches only this replica's batches, if the user's loader has a batch sampler to take them from."""
     sampler = getattr(loader, "batch_sampler", None)
-    if not isinstance(loader, DataLoader) or sampler is None:
-        return loader
+    if not isinstance(loader, DataLoader) or sampler is None or isinstance(loader.dataset, IterableDataset):
+        return loader  # the batch sampler of an iterable data set only says how many rows to take
     tracked = hasattr(sampler, "seen_batch_indices")  # Lightning's wrapper of the user's, for prediction writers
     own = _ReplicaBatchSampler(sampler._batch_sampler if tracked else sampler, topology, groups)
     # A copy, not a new DataLoader: that would need the constructor of the user's class.

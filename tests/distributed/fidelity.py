@@ -108,7 +108,7 @@ class Experiment:
 
 
 Make = Callable[[Cell], Experiment] | type[L.LightningModule]
-"""A function of a module, called by the plain and the piped training alike; or a class to be trained on the usual rows."""
+"""A function of a module, called by the plain and the piped training; or a class to be trained on the usual rows."""
 
 
 @dataclass
