@@ -209,7 +209,8 @@ class ChimeraStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
+        if self._start_method in ("spawn", "forkserver"):
+            reset_seed()  # a new process; elsewhere the generators are where a single process's would be
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device

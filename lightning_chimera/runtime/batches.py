@@ -89,9 +89,10 @@ class GroupLoader:
         """Draws the batches of one epoch, or receives them."""
         self._surplus_from = None
         own = self._draw() if self._topology.is_leader else None
-        indices = getattr(getattr(self._loader, "batch_sampler", None), "seen_batch_indices", None)
-        if indices is not None and own is None:
-            indices.clear()
+        sampler = getattr(self._loader, "batch_sampler", None)
+        if _is_tracked(sampler) and own is None:
+            sampler.seen_batch_indices = []
+        indices = getattr(sampler, "seen_batch_indices", None)
         number = 0
         while True:
             status, batch, rows = self._share_batch(self._next(own, indices, number) if own is not None else None)
@@ -146,12 +147,17 @@ def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
         return None, False
 
 
+def _is_tracked(sampler: Any) -> bool:
+    """Whether a batch sampler is Lightning's wrapper of the user's, which notes for prediction writers what it draws."""
+    return hasattr(sampler, "_batch_sampler")  # it has no `seen_batch_indices` before the first draw
+
+
 def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
     """A loader that fetches only this replica's batches, if the user's loader has a batch sampler to take them from."""
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or sampler is None or isinstance(loader.dataset, IterableDataset):
         return loader  # the batch sampler of an iterable data set only says how many rows to take
-    tracked = hasattr(sampler, "seen_batch_indices")  # Lightning's wrapper of the user's, for prediction writers
+    tracked = _is_tracked(sampler)
     own = _ReplicaBatchSampler(sampler._batch_sampler if tracked else sampler, topology, groups)
     # A copy, not a new DataLoader: that would need the constructor of the user's class.
     sharded = copy.copy(loader)
