@@ -89,7 +89,7 @@ class GroupLoader:
         """Draws the batches of one epoch, or receives them."""
         self._surplus_from = None
         own = self._draw() if self._topology.is_leader else None
-        sampler = getattr(self._loader, "batch_sampler", None)
+        sampler: Any = getattr(self._loader, "batch_sampler", None)
         if _is_tracked(sampler) and own is None:
             sampler.seen_batch_indices = []
         indices = getattr(sampler, "seen_batch_indices", None)
@@ -148,8 +148,8 @@ def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
 
 
 def _is_tracked(sampler: Any) -> bool:
-    """Whether a batch sampler is Lightning's wrapper of the user's, which notes for prediction writers what it draws."""
-    return hasattr(sampler, "_batch_sampler")  # it has no `seen_batch_indices` before the first draw
+    """Whether a batch sampler is Lightning's wrapper of the user's, which notes what it draws."""
+    return type(sampler).__name__ == "_IndexBatchSamplerWrapper"  # by its name, since the runtime knows no Trainer
 
 
 def _shard(loader: Any, topology: Topology, groups: Groups) -> Any:
