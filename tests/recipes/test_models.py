@@ -5,6 +5,11 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
+from lightning_chimera.partition.anatomy import find_anatomy
+from lightning_chimera.partition.balance import balance, layer_costs
+from lightning_chimera.partition.stage import StageRunner
+from lightning_chimera.schedules import get_family
+
 
 def linear(inputs: int, outputs: int) -> int:
     return inputs * outputs + outputs
@@ -61,3 +66,21 @@ def test_rows_fit_the_table_of_positions(recipe, compose_run):
     with torch.device("meta"):
         model = instantiate(config.model, _convert_="all").model
     assert config.data.sequence_length <= model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize("recipe", ["gpt2_small", "bert_base"])
+@pytest.mark.parametrize(("schedule", "num_stages"), [("chimera", 2), ("chimera", 8), ("1f1b", 4), ("1f1b", 8)])
+def test_the_model_of_a_recipe_is_cut_into_even_stages(recipe: str, schedule: str, num_stages: int, compose_run):
+    with torch.device("meta"):
+        module = instantiate(compose_run(recipe).model, _convert_="all")
+    anatomy = find_anatomy(module)
+    costs = layer_costs(module, anatomy)
+    placement = get_family(schedule).build(num_stages, num_stages).placement
+    runner = StageRunner(anatomy, balance(costs, num_stages, paired=placement.num_pipes > 1))
+    work = [0] * num_stages
+    for layer, cost in enumerate(costs):
+        for pipe in placement.ranks:
+            work[pipe[runner.stage_of(layer)]] += cost
+    # Nothing smaller than a block, or than the head, can be moved.
+    assert max(work) - min(work) <= 2 * max(costs)
+    assert [runner.blocks_of(stage).stop for stage in range(num_stages)][-1] == anatomy.num_blocks

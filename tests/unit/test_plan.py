@@ -1,0 +1,41 @@
+import io
+
+from rich.console import Console
+
+from lightning_chimera.partition.anatomy import find_anatomy
+from lightning_chimera.partition.balance import balance, layer_costs
+from lightning_chimera.partition.stage import StageRunner
+from lightning_chimera.plan import plan_table
+from lightning_chimera.runtime.topology import Topology
+from lightning_chimera.schedules import get_family
+
+
+def printed(module, name: str, num_stages: int, num_replicas: int, width: int = 80) -> str:
+    anatomy = find_anatomy(module)
+    schedule = get_family(name).build(num_stages, num_stages)
+    cuts = balance(layer_costs(module, anatomy), num_stages, paired=schedule.num_pipes > 1)
+    topology = Topology(num_stages, num_replicas, 0)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule))
+    return console.export_text()
+
+
+def test_the_plan_says_what_is_where_in_80_columns(gpt2_small) -> None:
+    text = printed(gpt2_small, "chimera", 4, 2)
+    assert "chimera: 4 stages, 2 pipes, 4 microbatches, 2 x 4 ranks" in text
+    assert "0: embedding, blocks 0-1" in text
+    assert "3: block 11, head" in text
+    assert "cuts=[2, 6, 11]" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_plan_counts_a_tied_table_on_both_end_ranks_but_once_on_a_rank(gpt2_small) -> None:
+    table = 50257 * 768 / 1e6
+    lines = printed(gpt2_small, "1f1b", 4, 1).splitlines()
+    [last] = [line for line in lines if "block 11, head" in line]
+    assert float(last.split(" M ")[0].split()[-1]) > table
+    lines = printed(gpt2_small, "chimera", 2, 1).splitlines()
+    whole = sum(parameter.numel() for parameter in gpt2_small.parameters()) / 1e6
+    counts = [float(line.split(" M ")[0].split()[-1]) for line in lines if " M " in line]
+    assert counts == [round(whole, 1)] * 2
