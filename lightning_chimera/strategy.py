@@ -315,7 +315,15 @@ class ChimeraStrategy(ParallelStrategy):
         data, *rest = args
         batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key(*rest))
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
-        return {"loss": self.engine.train(batch, accumulate=accumulate)}
+        loss = self.engine.train(batch, accumulate=accumulate)
+        self._share_stop()
+        return {"loss": loss}
+
+    def _share_stop(self) -> None:
+        """Makes ``should_stop``, which a step sets on its last stage only, hold on every rank."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -358,7 +366,12 @@ class ChimeraStrategy(ParallelStrategy):
     def _evaluate(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data, *rest = args
         batch = Batch(data, tuple(rest), kwargs, context, self._key(*rest))
-        return self.engine.evaluate(name, batch, counts=not self._is_surplus(name, *rest), logs=name != "predict_step")
+        in_step_with_replicas = name != "predict_step"
+        counts = not self._is_surplus(name, *rest)
+        result = self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
+        if in_step_with_replicas:
+            self._share_stop()
+        return result
 
     def _is_surplus(self, name: str, batch_index: int = 0, loader_index: int = 0, *_: Any) -> bool:
         """Whether a batch was lent to this replica only to keep step with the others; see runtime/batches.py."""

@@ -255,25 +255,29 @@ def test_hooks_may_end_the_epoch_or_the_run(world: World) -> None:
     assert [seen.notes for seen in (plain, *ranks)] == [5, 5, 5]
 
 
-class OneRankStops(LanguageModule):
-    """The last rank alone decides to end the run."""
+class StepStops(LanguageModule):
+    """The step decides to end the run; behind the model call, so only the last stage gets there."""
 
     notes = 0
 
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.trainer.should_stop = True
+        return loss
+
     def on_train_batch_end(self, outputs: Any, batch: Row, batch_idx: int) -> None:
         self.notes += 1
-        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
-            self.trainer.should_stop = True
 
 
-def one_rank_stops(cell: Cell) -> Any:
-    return usual(cell, OneRankStops(), max_epochs=4, max_steps=-1, accumulate_grad_batches=1)
+def step_stops(cell: Cell) -> Any:
+    return usual(cell, StepStops(), max_epochs=4, max_steps=-1, accumulate_grad_batches=1)
 
 
-@pytest.mark.xfail(reason="should_stop is not shared between the ranks yet")
-def test_one_rank_may_end_the_run_for_all(world: World) -> None:
-    plain, ranks = check(world, Cell("chimera", 2), one_rank_stops)
-    assert [seen.notes for seen in (plain, *ranks)] == [2, 2, 2]
+@pytest.mark.parametrize("cell", [Cell("chimera", 2), Cell("gpipe", 2, replicas=2)], ids=str)
+def test_a_step_may_end_the_run_for_all_ranks(world: World, cell: Cell) -> None:
+    plain, ranks = check(world, cell, step_stops)
+    assert [seen.notes for seen in (plain, *ranks)] == [2] * (1 + cell.size)
 
 
 class Writer(BasePredictionWriter):
