@@ -5,25 +5,30 @@ The strategy tells it what Lightning wants; everything below knows neither Light
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_chimera import checkpoint
+from lightning_chimera.notes import Notes, cut_lists, list_lengths
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
-from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay, weighted_mean
+from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay
+from lightning_chimera.results import join
 from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm
 from lightning_chimera.runtime.links import Links
-from lightning_chimera.runtime.microbatches import split
+from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
 from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.pipeline import Call, Pipeline, TrainingCall
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -71,16 +76,27 @@ class Batch:
 
 
 @dataclass
-class _Outcome:
-    """What this rank's last stages gave in one training step."""
+class _Part:
+    """What one microbatch gave on its last stage.
 
-    losses: list[tuple[float, Tensor]] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    Attributes:
+        place: Replica and number of the microbatch.
+        loss: Its loss, on the device until the step is over.
+        report: What it logged.
+        extras: What the step returned besides the loss, if it returned a dict.
+        grown: What it appended to lists of the module.
+    """
 
-    def on_cpu(self) -> "_Outcome":
+    place: tuple[int, int]
+    loss: Tensor
+    report: Report
+    extras: dict[str, Any]
+    grown: dict[str, list[Any]]
+
+    def on_cpu(self) -> "_Part":
         """The same on the CPU, as it travels between ranks."""
-        losses = [(share, loss.cpu()) for share, loss in self.losses]
-        return _Outcome(losses, [report.on_cpu() for report in self.reports])
+        extras, grown = move_data_to_device((self.extras, self.grown), torch.device("cpu"))
+        return _Part(self.place, self.loss.cpu(), self.report.on_cpu(), extras, grown)
 
 
 class Engine:
@@ -120,7 +136,8 @@ class Engine:
         self.in_step = False
         self._head_loss = runner.anatomy.head_loss
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
-        self.ownership.drop()
+        self.ownership.drop(device)
+        self._example_input, module.example_input_array = module.example_input_array, None
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
@@ -158,7 +175,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def train(self, batch: Batch, *, accumulate: int) -> Tensor:
+    def train(self, batch: Batch, *, accumulate: int) -> dict[str, Any]:
         """Runs forward and backward of a batch.
 
         Its gradients are set apart, since Lightning calls zero_grad between a step and its backward:
@@ -169,13 +186,15 @@ class Engine:
             accumulate: Number of batches whose losses Lightning averages for one optimizer step.
 
         Returns:
-            The loss of the batches of all replicas together, the same on every rank.
+            What the step would have returned for the batches of all replicas together: the loss, and what else is in
+            the dict that it returns, the same on every rank.
         """
-        microbatches = split(batch.data, self.layout.num_microbatches)
         hook = getattr(self.module, "microbatch_weight", None)
+        microbatches = self._split(batch.data)
         weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
-        outcome = _Outcome()
+        parts: list[_Part] = []
         calls: list[LogCall] = []
+        lengths = list_lengths(self.module)
 
         def step(data: Any) -> Any:
             nonlocal calls
@@ -184,20 +203,40 @@ class Engine:
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
             loss = loss_of(result, self.module)
-            share = weights.share(number, own_loss=loss is head.loss, labels=head.labels)
-            outcome.losses.append((share, loss.detach()))  # on the device: nothing waits for it during the step
-            outcome.reports.append(Report(share, calls))
+            share = weights.share(number, own_loss=loss is head.loss, head=head)
+            report = Report(share, microbatches[number].rows, calls)
+            grown = detach(cut_lists(self.module, lengths))
+            place = (self.topology.replica, number)
+            parts.append(_Part(place, loss.detach(), report, detach(extras_of(result)), grown))
             return loss * (share / accumulate) if share else None
 
-        call = TrainingCall(step, batch.context, batch.key, finish, self.module.backward)
+        call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
         with self._stepping(), self._apart():
             self.pipeline.train(microbatches, call)
-        outcomes: list[_Outcome] = self._gather(outcome.on_cpu())
-        replay(self.module, combine([report for own in outcomes for report in own.reports]), weights.total_rows)
-        shares, losses = zip(*(entry for own in outcomes for entry in own.losses), strict=True)
+        gathered: list[list[_Part]] = self._gather([part.on_cpu() for part in parts])
+        return self._join(sorted(chain.from_iterable(gathered), key=lambda part: part.place), weights.total_rows)
+
+    def _split(self, data: Any) -> list[Microbatch]:
+        """Splits a batch, as the module says if it does."""
+        hook = getattr(self.module, "microbatch_split", None)
+        if hook is None:
+            return split(data, self.layout.num_microbatches)
+        return [Microbatch(part, count_rows(part) or 1) for part in hook(data, self.layout.num_microbatches)]
+
+    def _join(self, parts: list[_Part], rows: int) -> dict[str, Any]:
+        """Puts together what all microbatches of all replicas gave, on every rank alike."""
+        shares = [part.report.share for part in parts]
         self._correct(sum(shares))
-        total = weighted_mean(shares, torch.stack([loss.double() for loss in losses]))
-        return total.to(self.device, losses[0].dtype)
+        replay(self.module, combine([part.report for part in parts]), rows)
+
+        def joined(values: list[Any]) -> Any:
+            return move_data_to_device(join(values, shares, [part.report.rows for part in parts]), self.device)
+
+        for name in parts[0].grown:
+            vars(self.module)[name].extend(joined([part.grown.get(name, []) for part in parts]))
+        return {"loss": joined([part.loss for part in parts])} | {
+            key: joined([part.extras[key] for part in parts]) for key in parts[0].extras
+        }
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -234,7 +273,7 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, name: str, batch: Batch, *, counts: bool, logs: bool) -> Any:
-        """Runs the user's step once for a batch, on the leader, and shares what it returned, logged and collected.
+        """Runs the user's step once for a batch, and shares what it returned, logged and noted on the module.
 
         Args:
             name: The step's name.
@@ -246,38 +285,32 @@ class Engine:
             What the step returned, on every rank of this group.
         """
         result: Any = None
-        rows = 0
-        calls: list[LogCall] = []
+        own: Report | None = None
         if counts:
-            microbatches = split(batch.data, self.layout.num_microbatches)
-            rows = sum(microbatch.rows for microbatch in microbatches)
-            result, calls = self._evaluate(name, batch, microbatches)
+            result, calls = self._evaluate(name, batch)
+            rows = count_rows(batch.data) or 1
+            own = Report(float(rows), rows, calls).on_cpu() if self.topology.is_leader else None
         if logs:
-            own = Report(float(rows), calls).on_cpu() if counts and self.topology.is_leader else None
             reports = [report for report in self._gather(own) if report is not None]
-            replay(self.module, combine(reports), int(sum(report.share for report in reports)))
+            replay(self.module, combine(reports), sum(report.rows for report in reports))
         return result
 
-    def _evaluate(self, name: str, batch: Batch, microbatches: Sequence[Any]) -> tuple[Any, list[LogCall]]:
-        """Runs the step, and shares its result and what it appended to lists of the module."""
-        attributes = vars(self.module)
+    def _evaluate(self, name: str, batch: Batch) -> tuple[Any, list[LogCall]]:
+        """Runs the step, and shares its result and what it noted on the module behind the model call."""
+        before = Notes.of(self.module)
         calls: list[LogCall] = []
-        grown: dict[str, list[Any]] = {}
 
         def step(data: Any) -> Any:
             nonlocal calls
-            lengths = {key: len(value) for key, value in attributes.items() if type(value) is list}
             with recording(self.module) as calls:
-                result = getattr(self.module, name)(data, *batch.args, **batch.kwargs)
-            grown.update({key: attributes[key][n:] for key, n in lengths.items() if len(attributes[key]) > n})
-            return result
+                return getattr(self.module, name)(data, *batch.args, **batch.kwargs)
 
+        call = Call(step, batch.context, batch.key)
         with self._stepping():
-            result = self.pipeline.evaluate(batch.data, microbatches, Call(step, batch.context, batch.key))
-        shared: tuple[Any, dict[str, list[Any]]] = self._share((result, grown))
+            result = self.pipeline.evaluate(batch.data, call, self.layout.num_microbatches)
+        shared: tuple[Any, Any] = self._share((result, before.changes(self.module)))
         if not self.topology.is_leader:
-            for key, values in shared[1].items():
-                attributes[key].extend(values)
+            before.apply(self.module, move_data_to_device(shared[1], self.device))
         return shared[0], calls
 
     # -------------------------------------------------------------------------------------------------- the rest
@@ -324,6 +357,16 @@ class Engine:
         """The whole optimizer's state on global rank 0, nothing elsewhere."""
         return checkpoint.optimizer_state(optimizer, self.ownership, self.groups.world)
 
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Gives every rank the whole module for a while; every rank must enter it."""
+        values = checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, self.device)
+        filled = self.ownership.fill(values)
+        try:
+            yield
+        finally:
+            self.ownership.empty(filled)
+
     def make_whole(self) -> None:
         """Gives every rank the whole module again, on the CPU."""
         cpu = torch.device("cpu")
@@ -332,8 +375,19 @@ class Engine:
         self.module.cpu()
 
     def release(self) -> None:
-        """Takes back what was changed on the module's metrics."""
+        """Takes back what was changed on the module besides its parameters."""
         self._metric_sync.remove()
+        self.module.example_input_array = self._example_input
+
+
+def extras_of(result: Any) -> dict[str, Any]:
+    """What a training step returned besides the loss in a dict of its own; a model's whole output is not shared."""
+    return {key: value for key, value in result.items() if key != "loss"} if type(result) is dict else {}
+
+
+def detach(tree: Any) -> Any:
+    """A tree whose tensors have no graph."""
+    return apply_to_collection(tree, Tensor, Tensor.detach)
 
 
 def loss_of(result: Any, module: LightningModule) -> Tensor:

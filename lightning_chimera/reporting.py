@@ -45,16 +45,18 @@ class Report:
 
     Attributes:
         share: Its weight in a mean.
+        rows: Its rows.
         calls: Its log calls, in order.
     """
 
     share: float
+    rows: int
     calls: list[LogCall] = field(default_factory=list)
 
     def on_cpu(self) -> "Report":
         """The same with all values on the CPU, as it travels between ranks."""
         moved = [replace(call, value=None if call.value is None else call.value.cpu()) for call in self.calls]
-        return Report(self.share, moved)
+        return Report(self.share, self.rows, moved)
 
 
 @contextmanager
@@ -86,20 +88,20 @@ def recording(module: LightningModule) -> Iterator[list[LogCall]]:
 
 def combine(reports: Sequence[Report]) -> list[LogCall]:
     """One log call for each name: means weighted by the shares, sums, minima, maxima."""
-    merged: dict[str, list[tuple[float, LogCall]]] = {}
+    merged: dict[str, list[tuple[Report, LogCall]]] = {}
     for report in reports:
         for call in report.calls:
-            merged.setdefault(call.name, []).append((report.share, call))
+            merged.setdefault(call.name, []).append((report, call))
     return [_merge(entries) for entries in merged.values()]
 
 
-def _merge(entries: list[tuple[float, LogCall]]) -> LogCall:
+def _merge(entries: list[tuple[Report, LogCall]]) -> LogCall:
     first = entries[0][1]
     options = dict(first.options)
-    sizes = [call.options.get("batch_size") for _, call in entries]
-    if all(size is not None for size in sizes):
-        options["batch_size"] = sum(sizes)
-    known = [(share, call.value) for share, call in entries if call.value is not None]
+    # A size that follows the rows of each part adds up to that of the batch; any other is the user's own constant.
+    if all(call.options.get("batch_size") == report.rows for report, call in entries):
+        options["batch_size"] = sum(report.rows for report, _ in entries)
+    known = [(report.share, call.value) for report, call in entries if call.value is not None]
     if not known:
         return LogCall(first.name, None, first.metric, options)
     values = torch.stack([value.double() for _, value in known])

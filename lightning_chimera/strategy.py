@@ -52,7 +52,15 @@ from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select, validate
 from lightning_chimera.timeline import Timeline
 
-_ENDINGS = {RunningStage.TRAINING: Ending.SHORTEST, RunningStage.PREDICTING: Ending.OWN}
+_ENDINGS: dict[RunningStage | None, Ending] = {
+    RunningStage.TRAINING: Ending.SHORTEST,
+    RunningStage.PREDICTING: Ending.OWN,
+}
+_LOADERS: dict[RunningStage | None, str] = {
+    RunningStage.TRAINING: "train_dataloader",
+    RunningStage.TESTING: "test_dataloaders",
+    RunningStage.PREDICTING: "predict_dataloaders",
+}
 
 
 class ChimeraStrategy(ParallelStrategy):
@@ -119,6 +127,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
         self._engine: Engine | None = None
+        self._loader: GroupLoader | None = None
 
     # ---------------------------------------------------------------------------------------------- environment
 
@@ -245,6 +254,8 @@ class ChimeraStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            for optimizer in self.optimizers:
+                self.engine.ownership.adopt(optimizer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -291,20 +302,32 @@ class ChimeraStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         stage = self.lightning_module.trainer.state.stage
-        ending = _ENDINGS.get(stage, Ending.LONGEST) if stage is not None else Ending.LONGEST
+        ending = _ENDINGS.get(stage, Ending.LONGEST)
         return GroupLoader(dataloader, self.topology, self.engine.groups, ending, rank_zero_warn)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with keyed(self.engine.seed, self.topology.replica, *self._key(dataloader_idx)):
+        self._loader = self._loader_of(dataloader_idx)
+        if self._loader is not None:
+            self._loader.hand_over()
+        with keyed(self.engine.seed, self.topology.replica, *self._key(), dataloader_idx):
             return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _key(self, *indices: Any) -> tuple[int, ...]:
-        """What the random draws of a batch depend on: how far training is, and the batch's and loader's index."""
+    def _loader_of(self, dataloader_idx: int) -> GroupLoader | None:
+        """The loader that a batch comes from; steps need not take its index, so it is noted with the batch."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        known = (index for index in indices if isinstance(index, int))
-        return (trainer.global_step, trainer.fit_loop.total_batch_idx, *known)
+        loaders = getattr(trainer, _LOADERS.get(trainer.state.stage, "val_dataloaders"))
+        flat = torch.utils._pytree.tree_leaves(loaders)
+        loader = flat[dataloader_idx] if dataloader_idx < len(flat) else None
+        return loader if isinstance(loader, GroupLoader) else None
+
+    def _key(self) -> tuple[int, ...]:
+        """What the random draws of a batch depend on: how far training is, and the batch of its loader."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        handed = self._loader.handed if self._loader is not None else 0
+        return (trainer.global_step, trainer.fit_loop.total_batch_idx, handed)
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -313,11 +336,11 @@ class ChimeraStrategy(ParallelStrategy):
         """Runs forward and backward of the whole batch; the loss is that of all replicas."""
         assert self.lightning_module is not None
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key(*rest))
+        batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key())
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
-        loss = self.engine.train(batch, accumulate=accumulate)
+        outputs = self.engine.train(batch, accumulate=accumulate)
         self._share_stop()
-        return {"loss": loss}
+        return outputs
 
     def _share_stop(self) -> None:
         """Makes ``should_stop``, which a step sets on its last stage only, hold on every rank."""
@@ -365,26 +388,23 @@ class ChimeraStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, context, self._key(*rest))
+        batch = Batch(data, tuple(rest), kwargs, context, self._key())
+        counts = self._loader is None or not self._loader.is_surplus
         in_step_with_replicas = name != "predict_step"
-        counts = not self._is_surplus(name, *rest)
         result = self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
         if in_step_with_replicas:
             self._share_stop()
         return result
 
-    def _is_surplus(self, name: str, batch_index: int = 0, loader_index: int = 0, *_: Any) -> bool:
-        """Whether a batch was lent to this replica only to keep step with the others; see runtime/batches.py."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        loaders = {
-            "validation_step": trainer.val_dataloaders,
-            "test_step": trainer.test_dataloaders,
-            "predict_step": trainer.predict_dataloaders,
-        }
-        flat = torch.utils._pytree.tree_leaves(loaders[name])
-        loader = flat[loader_index] if loader_index < len(flat) else None
-        return isinstance(loader, GroupLoader) and loader.is_surplus(batch_index)
+    @contextmanager
+    def full_parameters(self) -> Generator[None, None, None]:
+        """Gives every rank the whole model for a while, for histograms, ``generate`` or an upload in mid-run.
+
+        Every rank must enter it. What is changed inside is lost.
+        """
+        self._refuse_in_step("strategy.full_parameters()")
+        with self.engine.full_parameters():
+            yield
 
     def timeline(self) -> Timeline | None:
         """When the actions of the last training step ran, over this pipeline group; every rank must call it."""
@@ -504,7 +524,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        return {**super().__getstate__(), "_engine": None}
+        return {**super().__getstate__(), "_engine": None, "_loader": None}
 
 
 def _leave_process_group() -> None:

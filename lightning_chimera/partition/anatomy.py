@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_chimera.partition.heads import HeadLoss, head_loss_of
+
 StandIn = Callable[..., Any]
 """Takes the place of a prologue module on a stage that does not own it; see :class:`Family`."""
 
@@ -27,9 +29,10 @@ def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     return hidden
 
 
-def _embedded(*_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> Tensor:
-    """Stands in for a whole embedding module that is handed ``inputs_embeds``."""
-    return inputs_embeds
+def _embedded(*args: Any, inputs_embeds: Tensor | None = None, **_kwargs: Any) -> Tensor:
+    """Stands in for a whole embedding module that is handed ``inputs_embeds``, by name or behind the missing ids."""
+    embedded: Tensor = inputs_embeds if inputs_embeds is not None else args[1]
+    return embedded
 
 
 @dataclass(frozen=True)
@@ -39,43 +42,40 @@ class Family:
     Attributes:
         blocks: Path from the base model to the list of blocks.
         prologue: The modules that run before the blocks (paths from the base model), each with the function that
-            stands in for it on later stages, where its parameters are missing. What it returns is thrown away when the
-            first block of the stage is entered, so only its shape must pass through the code in between.
+            stands in for it on later stages, where its parameters are missing; ``None`` for one that is not called when
+            the model is given ``inputs_embeds``. What a stand-in returns is thrown away when the first block of the
+            stage is entered, so only its shape must pass through the code in between.
     """
 
     blocks: str
-    prologue: Mapping[str, StandIn]
+    prologue: Mapping[str, StandIn | None]
 
+
+_BERT = Family(blocks="encoder.layer", prologue={"embeddings": _embedded})
+_LLAMA = Family(blocks="layers", prologue={"embed_tokens": None})
 
 FAMILIES: dict[str, Family] = {
     "GPT2Model": Family(blocks="h", prologue={"wte": _nothing, "wpe": _nothing, "drop": _identity}),
-    "BertModel": Family(blocks="encoder.layer", prologue={"embeddings": _embedded}),
+    "BertModel": _BERT,
+    "RobertaModel": _BERT,
+    "DistilBertModel": Family(blocks="transformer.layer", prologue={"embeddings": _embedded}),
+    "OPTDecoder": Family(
+        blocks="layers", prologue={"embed_tokens": None, "embed_positions": _nothing, "project_in": _identity}
+    ),
+    "GPTNeoXModel": Family(blocks="layers", prologue={"embed_in": None, "emb_dropout": _identity}),
+    "LlamaModel": _LLAMA,
+    "Qwen2Model": _LLAMA,
 }
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """How a head's own loss normalises: a mean over the labels that are not ``ignore_index``.
+def register_family(base_model: str, family: Family) -> None:
+    """Makes models of another architecture known.
 
-    Attributes:
-        labels: Name of the labels, in the batch and in the head's ``forward``.
-        shift: How many leading positions have no prediction: 1 for a causal language model, else 0.
-        ignore_index: The label that does not count.
+    Args:
+        base_model: Class name of its base model, the one whose ``forward`` walks through the blocks.
+        family: How it is cut.
     """
-
-    labels: str = "labels"
-    shift: int = 0
-    ignore_index: int = -100
-
-    def count(self, labels: Tensor) -> int:
-        """Number of labels over which the head takes its mean."""
-        return int((labels[..., self.shift :] != self.ignore_index).sum())
-
-
-HEAD_LOSSES: dict[str, TokenLoss] = {
-    "GPT2LMHeadModel": TokenLoss(shift=1),
-    "BertForMaskedLM": TokenLoss(),
-}
+    FAMILIES[base_model] = family
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Anatomy:
         return next(self.base.parameters()).dtype
 
     @property
-    def head_loss(self) -> TokenLoss | None:
+    def head_loss(self) -> HeadLoss | None:
         """How the head's own loss normalises; ``None`` for a head that the table does not know."""
-        return HEAD_LOSSES.get(type(self.top).__name__)
+        return head_loss_of(self.top)
 
     def container(self) -> tuple[nn.Module, str]:
         """The module that holds the list of blocks, and the attribute under which it does."""

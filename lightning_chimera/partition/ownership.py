@@ -1,14 +1,16 @@
-"""Which rank holds which parameter, and placeholders for the ones it does not hold.
+"""Which rank holds which parameter.
 
-A placeholder is a parameter on the meta device under the original's name: optimizers and their parameter groups, module
-summaries and checkpoints see the whole model on every rank, and nothing that is missing ever gets a gradient.
+On the others a placeholder takes its place under its own name: optimizers and their parameter groups, module summaries
+and checkpoints see the whole model on every rank, and nothing that is missing ever gets a gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_chimera.partition.placeholder import Placeholder
 from lightning_chimera.partition.stage import StageRunner
 
 Ranks = tuple[int, ...]
@@ -40,6 +42,7 @@ class Ownership:
         self.holders: dict[nn.Parameter, Ranks] = {
             parameter: ranks_of(sorted(used)) for parameter, used in stages.items()
         }
+        self._dropped: dict[int, Placeholder] = {}
 
     def owner(self, parameter: nn.Parameter) -> int:
         """The global rank that counts a parameter where it must be counted once: its lowest holder."""
@@ -53,21 +56,58 @@ class Ownership:
         """The distinct sets of holders."""
         return set(self.holders.values())
 
-    def drop(self) -> None:
-        """Puts a placeholder in the place of every parameter that this rank does not hold."""
+    def drop(self, device: torch.device) -> None:
+        """Puts a placeholder in the place of every parameter that this rank does not hold.
+
+        Args:
+            device: What the placeholders answer where they are asked for theirs.
+        """
         placeholders = {
-            parameter: nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            parameter: Placeholder(parameter, device)
             for parameter, ranks in self.holders.items()
             if self.rank not in ranks
         }
         self._replace(placeholders)
+        self._dropped = {id(parameter): placeholder for parameter, placeholder in placeholders.items()}
         self.holders = {placeholders.get(parameter, parameter): ranks for parameter, ranks in self.holders.items()}
 
-    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Puts real parameters in the place of placeholders; optimizers still know the placeholders."""
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Exchanges parameters in an optimizer that was made before the module was cut.
+
+        Raises:
+            ValueError: It has a parameter that is none of the module's.
+        """
+        for group in optimizer.param_groups:
+            group["params"] = [
+                parameter if parameter in self.holders else self._dropped.get(id(parameter), parameter)
+                for parameter in group["params"]
+            ]
+            strangers = sum(parameter not in self.holders for parameter in group["params"])
+            if strangers:
+                raise ValueError(
+                    f"The optimizer has {strangers} parameters that are not the module's, so no rank of the pipeline"
+                    " would hold them. Make it from self.parameters(), in configure_optimizers."
+                )
+
+    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, nn.Parameter]:
+        """Puts real parameters in the place of placeholders; optimizers still know the placeholders.
+
+        Returns:
+            The placeholders by the parameters that have taken their places, for ``empty``.
+        """
         real = {placeholder: nn.Parameter(value, placeholder.requires_grad) for placeholder, value in values.items()}
+        for placeholder, parameter in real.items():
+            attributes = {name: value for name, value in placeholder.__dict__.items() if name != "rank_device"}
+            parameter.__dict__.update(attributes)
         self._replace(real)
         self.holders |= {parameter: self.holders[placeholder] for placeholder, parameter in real.items()}
+        return {parameter: placeholder for placeholder, parameter in real.items()}
+
+    def empty(self, filled: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Takes back what ``fill`` has done."""
+        self._replace(filled)
+        for parameter in filled:
+            del self.holders[parameter]
 
     def _replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Exchanges parameters under all their names."""

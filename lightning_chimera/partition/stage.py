@@ -17,9 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_chimera.partition.anatomy import Anatomy
+from lightning_chimera.partition.heads import weigh_terms
 
-Receive = Callable[[torch.Size, torch.dtype], Tensor]
-"""Gives the activation that enters a stage, of the shape and type it is told."""
+Receive = Callable[[torch.Size, torch.dtype], Tensor | None]
+"""Gives the activation that enters a stage, of the shape and type it is told; ``None`` on the first stage."""
+
+Part = Callable[[dict[str, Any], Tensor | None], Tensor]
+"""Runs a stage on the model's arguments for some rows, and the activation that enters; gives the one that leaves."""
+
+Through = Callable[[dict[str, Any], torch.Size, Part], Tensor | None]
+"""Brings all rows through a stage in parts; see :meth:`StageRunner.run_whole`."""
 
 Reseed = Callable[[int], None]
 """Called with a layer's number just before that layer runs, so that its random draws depend on nothing else."""
@@ -31,7 +38,7 @@ class StageExit(BaseException):
     A ``BaseException``, so that a user's ``except Exception`` around the model call lets it pass.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Any) -> None:
         super().__init__()
         self.hidden = hidden
 
@@ -41,12 +48,14 @@ class HeadCall:
     """What the HuggingFace head was given and returned, if the user's step called it with labels.
 
     Attributes:
-        loss: The loss that the head computed itself.
-        labels: The labels it was given.
+        loss: The loss that the head computed itself, if it is one mean.
+        count: Over how many things it is a mean.
+        ignores: Whether its labels hold some that are ignored.
     """
 
     loss: Tensor | None = None
-    labels: Tensor | None = None
+    count: int | None = None
+    ignores: bool = False
 
 
 @dataclass
@@ -66,6 +75,19 @@ class Passage:
     called: bool = False
 
 
+class _Transparent:
+    """A block of another stage: lets the hidden states through, and answers as the block where it is asked."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else kwargs["hidden_states"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.block, name)
+
+
 class _Block:
     """A block in its place on a stage: enters before it, seeds it, leaves after it.
 
@@ -73,7 +95,7 @@ class _Block:
     the checkpoint function.
     """
 
-    def __init__(self, block: nn.Module, layer: int, reseed: Reseed) -> None:
+    def __init__(self, block: Callable[..., Any], layer: int, reseed: Reseed) -> None:
         self.block = block
         self.layer = layer
         self.reseed = reseed
@@ -109,6 +131,8 @@ class StageRunner:
         self.cuts = tuple(cuts)
         self._container, self._attribute = anatomy.container()
         self._blocks = anatomy.blocks()
+        self._transparent = [_Transparent(block) for block in self._blocks]
+        self._stand_ins = {name: stand_in for name, stand_in in anatomy.family.prologue.items() if stand_in is not None}
         self._signature = inspect.signature(anatomy.base.forward)
         self._head_signature = inspect.signature(anatomy.top.forward)
 
@@ -134,34 +158,93 @@ class StageRunner:
         *,
         receive: Receive,
         reseed: Reseed,
-        on_shape: Callable[[torch.Size], None],
+        scales: tuple[float, ...] | None = None,
     ) -> Passage:
-        """Calls the user's step as one stage sees it.
+        """Calls the user's step on one microbatch, as one stage sees it.
 
         Args:
             stage: The stage.
             call: The user's step with its arguments bound.
-            receive: Gives the activation that enters; not called on the first stage.
+            receive: Told the shape and type of the boundary tensors of this microbatch; gives the activation that
+                enters, on all stages but the first.
             reseed: Called before each layer.
-            on_shape: Told the shape of the boundary tensors of this microbatch, before anything is received.
+            scales: What each term of a head with several counts for, relative to the rows; ``None`` to leave its loss.
 
         Raises:
             RuntimeError: The step did not call the model, or called it more than once.
         """
         passage = Passage()
+
+        def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+            passage.entered = receive(self._boundary_shape(given), self.anatomy.dtype)
+            places = self._places(stage, passage.entered, reseed, leaves=stage < self.num_stages - 1)
+            return self._forward(stage, forward, given, passage.entered, places)
+
+        return self._call(stage, call, passage, walk, scales, splits=True)
+
+    def run_whole(self, stage: int, call: Callable[[], Any], *, through: Through, reseed: Reseed) -> Passage:
+        """Calls the user's step once on a whole batch; the rows that it gives to the model go through in parts.
+
+        Args:
+            stage: The stage.
+            call: The user's step with its arguments bound.
+            through: Takes the model's arguments, the shape of its hidden states, and a function that runs this stage on
+                some of the rows; gives the hidden states of all rows on the last stage.
+            reseed: Called before each layer.
+
+        Raises:
+            RuntimeError: As ``run``.
+        """
+        passage = Passage()
+        is_last = stage == self.num_stages - 1
+
+        def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+            if self.num_stages == 1:
+                return self._forward(stage, forward, given, None, self._places(stage, None, reseed, leaves=False))
+
+            def part(rows: dict[str, Any], entered: Tensor | None) -> Tensor:
+                places = self._places(stage, entered, reseed, leaves=True)
+                try:
+                    self._forward(stage, forward, rows, entered, places)
+                except StageExit as leaving:
+                    left: Tensor = leaving.hidden
+                    return left
+                raise AssertionError("a stage that leaves never returns")
+
+            hidden = through(given, self._boundary_shape(given), part)
+            if not is_last:
+                raise StageExit(hidden)
+            # The blocks are done: all of them are transparent, and the last hands in what came out of them.
+            enter = _Block(self._transparent[-1], self.anatomy.num_layers - 1, reseed)
+            enter.entered = hidden
+            return self._forward(stage, forward, given, hidden, [*self._transparent[:-1], enter])
+
+        return self._call(stage, call, passage, walk, None, splits=False)
+
+    def _call(
+        self,
+        stage: int,
+        call: Callable[[], Any],
+        passage: Passage,
+        walk: Callable[[Callable[..., Any], dict[str, Any]], Any],
+        scales: tuple[float, ...] | None,
+        *,
+        splits: bool,
+    ) -> Passage:
+        """Calls the user's step with ``walk`` in the place of the base model's forward."""
         base, top = self.anatomy.base, self.anatomy.top
-        watched = {} if top is base else {"forward": self._watched(passage.head)}
-        walk = self._walk(stage, passage, receive, reseed, on_shape)
+        watched = {} if top is base else {"forward": self._watched(passage.head, scales, splits=splits)}
+        walked = {"forward": self._once(passage, walk)}
         try:
-            with _shadowed(top, watched), _shadowed(base, {"forward": walk}):
+            with _shadowed(top, watched), _shadowed(base, walked):
                 passage.left = call()
         except StageExit as leaving:
             passage.left = leaving.hidden
             return passage
         if not passage.called:
             raise RuntimeError(
-                f"The step returned without calling the {type(self.anatomy.base).__name__}"
-                f" {self.anatomy.base_name!r}. A pipelined step calls the model exactly once."
+                f"The step returned without calling the {type(base).__name__} {self.anatomy.base_name!r}. A pipelined"
+                " step calls the model exactly once."
             )
         if stage < self.num_stages - 1:
             raise RuntimeError(
@@ -170,55 +253,86 @@ class StageRunner:
             )
         return passage
 
-    def _watched(self, head: HeadCall) -> Callable[..., Any]:
-        """The head's forward, noting its labels and its loss."""
-        forward, known = self.anatomy.top.forward, self.anatomy.head_loss
+    def _once(self, passage: Passage, walk: Callable[[Callable[..., Any], dict[str, Any]], Any]) -> Callable[..., Any]:
+        """The base model's forward as a step sees it: called once, without a cache, with its arguments by name."""
+        forward = self.anatomy.base.forward
 
-        def watch(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            if known is not None:
-                given = dict(zip(self._head_signature.parameters, args, strict=False)) | kwargs
-                head.labels = given.get(known.labels)
-                if head.labels is not None:
-                    head.loss = output[0] if isinstance(output, tuple) else output.loss
-            return output
-
-        return watch
-
-    def _walk(
-        self, stage: int, passage: Passage, receive: Receive, reseed: Reseed, on_shape: Callable[[torch.Size], None]
-    ) -> Callable[..., Any]:
-        """The base model's own forward, walking through the blocks of one stage only."""
-        base, last = self.anatomy.base, self.num_stages - 1
-        forward = base.forward
-        calls = 0
-
-        def walk(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
+        def once(*args: Any, **kwargs: Any) -> Any:
+            if passage.called:
                 raise RuntimeError(
                     "The model was called more than once in one step. A pipeline runs one forward of the model per"
                     " step; compute everything from one call (generate() and steps with two calls can't be cut)."
                 )
+            passage.called = True
             given = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
+            self._refuse_inner_outputs(given)
             if "use_cache" in self._signature.parameters:
                 given["use_cache"] = False  # GPT-2 would build a cache of keys and values even in training
-            shape = self._boundary_shape(given)
-            on_shape(shape)
-            passage.called = True
-            if stage > 0:
-                passage.entered = receive(shape, self.anatomy.dtype)
-                given |= {"input_ids": None, "inputs_embeds": passage.entered}
-            placed = [_Block(self._blocks[index], 1 + index, reseed) for index in self.blocks_of(stage)]
-            placed[0].entered = passage.entered
-            placed[-1].after = _leave if stage < last else lambda _hidden: reseed(self.anatomy.num_layers - 1)
-            stand_ins = self.anatomy.family.prologue if stage > 0 else {}
-            reseed(0)
-            with _shadowed(self._container, {self._attribute: placed}), _shadowed(base, stand_ins):
-                return forward(**given)
+            return walk(forward, given)
 
-        return walk
+        return once
+
+    def _refuse_inner_outputs(self, given: Mapping[str, Any]) -> None:
+        """Refuses a call that asks for what is inside of other stages.
+
+        Raises:
+            RuntimeError: It does.
+        """
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = given.get(name)
+            if asked or (asked is None and getattr(self.anatomy.base.config, name, False)):
+                raise RuntimeError(
+                    f"{name}=True asks for the inside of every block, but this rank holds the blocks of its own stage"
+                    f" only. Leave {name} out of the call and of the config."
+                )
+
+    def _watched(self, head: HeadCall, scales: tuple[float, ...] | None, *, splits: bool) -> Callable[..., Any]:
+        """The head's forward, noting its loss and its count, or weighing its terms, where it sees a part of a batch."""
+        forward, known = self.anatomy.top.forward, self.anatomy.head_loss
+
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(self._head_signature.parameters, args, strict=False)) | kwargs
+            if splits and given.get("num_items_in_batch") is not None:
+                raise RuntimeError(
+                    "The step gives num_items_in_batch to the model, whose loss is then no mean. Leave it out: the"
+                    " parts of a batch are weighed by their labels, over microbatches and replicas."
+                )
+            output = forward(*args, **kwargs)
+            if known is None:
+                return output
+            if not known.terms:
+                head.count = known.count(given)
+                head.ignores = known.ignores(given)
+                if head.count is not None:
+                    head.loss = output[0] if isinstance(output, tuple) else output.loss
+            elif scales is not None:
+                weigh_terms(output, given, known, scales, self.anatomy.top.config)
+            return output
+
+        return watch
+
+    def _places(self, stage: int, entered: Tensor | None, reseed: Reseed, *, leaves: bool) -> list[Any]:
+        """The list of blocks as a stage sees it.
+
+        Every block has its place, since some models look up masks by a block's number; those of other stages are
+        transparent.
+        """
+        own = self.blocks_of(stage)
+        placed = [_Block(self._blocks[index], 1 + index, reseed) for index in own]
+        placed[0].entered = entered
+        placed[-1].after = _leave if leaves else lambda _hidden: reseed(self.anatomy.num_layers - 1)
+        return [*self._transparent[: own.start], *placed, *self._transparent[own.stop :]]
+
+    def _forward(
+        self, stage: int, forward: Callable[..., Any], given: dict[str, Any], entered: Tensor | None, places: list[Any]
+    ) -> Any:
+        """Runs the base model's own forward over a list of places."""
+        stand_ins: Mapping[str, Any] = {}
+        if stage > 0:
+            given = given | {"input_ids": None, "inputs_embeds": entered}
+            stand_ins = self._stand_ins
+        with _shadowed(self._container, {self._attribute: places}), _shadowed(self.anatomy.base, stand_ins):
+            return forward(**given)
 
     def _boundary_shape(self, given: Mapping[str, Any]) -> torch.Size:
         """Shape of the hidden states for one call of the base model."""

@@ -53,6 +53,8 @@ class GroupLoader:
         self._warn = warn
         self._share_batch = Broadcast(groups.pipeline, topology.leader, is_source=topology.is_leader)
         self._surplus_from: int | None = None
+        self.handed = 0
+        """Batches of this epoch that have been handed to a step; a fetcher may have drawn more."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # not set yet: being unpickled or copied
@@ -81,13 +83,19 @@ class GroupLoader:
             return int(count // replicas)
         return -(-(count - (0 if self._ending is Ending.LONGEST else replica)) // replicas)
 
-    def is_surplus(self, batch_index: int) -> bool:
-        """Whether a batch is one that this replica was lent only to keep step with the others, and must not count."""
-        return self._surplus_from is not None and batch_index >= self._surplus_from
+    def hand_over(self) -> None:
+        """Notes that the next batch goes to a step."""
+        self.handed += 1
+
+    @property
+    def is_surplus(self) -> bool:
+        """Whether the last batch that was handed over was lent only to keep step with others, and must not count."""
+        return self._surplus_from is not None and self.handed > self._surplus_from
 
     def __iter__(self) -> Iterator[Any]:
         """Draws the batches of one epoch, or receives them."""
         self._surplus_from = None
+        self.handed = 0
         own = self._draw() if self._topology.is_leader else None
         sampler: Any = getattr(self._loader, "batch_sampler", None)
         if _is_tracked(sampler) and own is None:

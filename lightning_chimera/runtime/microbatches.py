@@ -1,7 +1,7 @@
 """Splits a batch by rows."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,13 +23,13 @@ class Microbatch:
 
     def signature(self) -> tuple[Any, ...]:
         """Shapes and types of the tensors inside: what the boundary tensors' shape follows from."""
-        found: list[Any] = []
-        _collect(self.data, found)
-        return tuple(found)
+        return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves(self.data))
 
 
 def count_rows(batch: Any) -> int | None:
     """Number of rows of a batch: of its ``input_ids``, else of its first tensor, else the length of its first list.
+
+    A list of samples (mappings or tensors without a dimension for rows) has a row for each.
 
     Returns:
         ``None`` where nothing in the batch has rows.
@@ -44,7 +44,7 @@ def count_rows(batch: Any) -> int | None:
     if is_dataclass(batch) and not isinstance(batch, type):
         return _first_rows(getattr(batch, field.name) for field in fields(batch))
     if isinstance(batch, list | tuple):
-        return _first_rows(batch) or (len(batch) if batch and not _holds_tensors(batch) else None)
+        return len(batch) if batch and _is_list_of_rows(batch) else _first_rows(batch)
     return None
 
 
@@ -61,49 +61,61 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     rows = count_rows(batch)
     if rows is None or rows < 2 or num_microbatches == 1:
         return [Microbatch(batch, rows or 1)]
-    count = min(num_microbatches, rows)
-    bounds = [index * rows // count for index in range(count + 1)]
-    return [Microbatch(_cut(batch, rows, start, end), end - start) for start, end in pairwise(bounds)]
+    return [Microbatch(cut(batch, rows, start, end), end - start) for start, end in row_ranges(rows, num_microbatches)]
+
+
+def row_ranges(rows: int, num_parts: int) -> list[tuple[int, int]]:
+    """Start and end of the rows of each part; the parts differ by at most one row, and none is empty."""
+    count = min(num_parts, rows)
+    return list(pairwise(index * rows // count for index in range(count + 1)))
+
+
+def cut(part: Any, rows: int, start: int, end: int) -> Any:
+    """Rows start .. end - 1 of a part of a batch of so many rows."""
+    if isinstance(part, Tensor):
+        return part[start:end] if part.ndim and part.shape[0] == rows else part
+    if isinstance(part, Mapping):
+        smaller: Any = copy.copy(part)
+        for key, value in part.items():
+            smaller[key] = cut(value, rows, start, end)
+        return smaller
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: cut(getattr(part, f.name), rows, start, end) for f in fields(part) if f.init})
+    if isinstance(part, list | tuple):
+        if len(part) == rows and _is_list_of_rows(part):
+            return part[start:end]
+        pieces = [cut(value, rows, start, end) for value in part]
+        return type(part)(*pieces) if hasattr(part, "_fields") else type(part)(pieces)
+    return part
+
+
+def leaves(part: Any) -> Iterator[Any]:
+    """What a part of a batch is made of, in order: tensors, and the keys and values that are no containers."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield key
+            yield from leaves(value)
+    elif is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            yield from leaves(getattr(part, field.name))
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from leaves(value)
+    else:
+        yield part
 
 
 def _first_rows(parts: Any) -> int | None:
     return next((rows for rows in map(count_rows, parts) if rows is not None), None)
 
 
-def _holds_tensors(parts: Any) -> bool:
-    return any(isinstance(part, Tensor | Mapping | list | tuple) for part in parts)
-
-
-def _cut(part: Any, rows: int, start: int, end: int) -> Any:
-    """Rows start .. end - 1 of a part of a batch."""
-    if isinstance(part, Tensor):
-        return part[start:end] if part.ndim and part.shape[0] == rows else part
-    if isinstance(part, Mapping):
-        smaller: Any = copy.copy(part)
-        for key, value in part.items():
-            smaller[key] = _cut(value, rows, start, end)
-        return smaller
-    if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **{f.name: _cut(getattr(part, f.name), rows, start, end) for f in fields(part) if f.init})
-    if isinstance(part, list | tuple):
-        if len(part) == rows and not _holds_tensors(part):
-            return part[start:end]
-        pieces = [_cut(value, rows, start, end) for value in part]
-        return type(part)(*pieces) if hasattr(part, "_fields") else type(part)(pieces)
-    return part
-
-
-def _collect(part: Any, found: list[Any]) -> None:
-    """Adds shapes and types of the tensors of a part."""
-    if isinstance(part, Tensor):
-        found.append((part.shape, part.dtype))
-    elif isinstance(part, Mapping):
-        for key, value in part.items():
-            found.append(key)
-            _collect(value, found)
-    elif is_dataclass(part) and not isinstance(part, type):
-        for field in fields(part):
-            _collect(getattr(part, field.name), found)
-    elif isinstance(part, list | tuple):
-        for value in part:
-            _collect(value, found)
+def _is_list_of_rows(parts: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list has an entry for each row: no containers or tensors in it, or samples."""
+    if hasattr(parts, "_fields"):  # a named tuple has fields, not rows
+        return False
+    if all(isinstance(part, Tensor) for part in parts):
+        return all(part.ndim <= 1 for part in parts) and len({part.shape for part in parts}) > 1
+    if all(isinstance(part, Mapping | list | tuple) for part in parts):
+        tensors = [leaf for part in parts for leaf in leaves(part) if isinstance(leaf, Tensor)]
+        return bool(tensors) and all(tensor.ndim <= 1 for tensor in tensors)
+    return not any(isinstance(part, Tensor | Mapping | list | tuple) for part in parts)

@@ -40,7 +40,7 @@ def pack(tree: Any) -> Packed:
         tensors.append(flat)
         return _Slot(leaf.shape, leaf.dtype, flat.numel())
 
-    layout = apply_to_collection(tree, Tensor, slot)
+    layout = apply_to_collection(tree, Tensor, slot, allow_frozen=True)
     return Packed(pickle.dumps(layout), torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.uint8))
 
 
@@ -56,7 +56,7 @@ def unpack(packed: Packed) -> Any:
         # A copy of its own: aligned for its type, and free to be kept or written to.
         return piece.clone().view(leaf.dtype).reshape(leaf.shape)
 
-    return apply_to_collection(layout, _Slot, fill)
+    return apply_to_collection(layout, _Slot, fill, allow_frozen=True)
 
 
 class Broadcast:

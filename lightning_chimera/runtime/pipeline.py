@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_chimera.partition.stage import HeadCall, Passage, StageRunner
+from lightning_chimera.partition.stage import HeadCall, Part, StageRunner
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Boundary, Links
-from lightning_chimera.runtime.microbatches import Microbatch
+from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
 from lightning_chimera.runtime.randomness import keyed, mix, reseed
 from lightning_chimera.schedules import Action, Lowered, Schedule, forward_only, lower
 
@@ -36,11 +36,13 @@ class TrainingCall(Call):
     """How to call the training step, and what to do with its result.
 
     Attributes:
+        scales: What each term of a microbatch's loss counts for, if its head has several.
         finish: Given the microbatch's number, the step's result and the head's call, returns the loss to run backward
             from; ``None`` for a microbatch that counts nothing.
         backward: Runs backward from a loss.
     """
 
+    scales: Callable[[int], tuple[float, ...] | None]
     finish: Callable[[int, Any, HeadCall], Tensor | None]
     backward: Callable[[Tensor], None]
 
@@ -85,18 +87,28 @@ class Pipeline:
         self._executor.run(self._lowered(len(microbatches)).rows[self._position], work)
         self.peak_activations = work.peak
 
-    def evaluate(self, batch: Any, microbatches: Sequence[Microbatch], call: Call) -> Any:
-        """Runs the user's step once on the whole batch, the model's stages in microbatches.
+    def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:
+        """Runs the user's step once on the whole batch; the rows that it gives to the model go through in parts.
 
         Returns:
             The step's result on the rank of the last stage, ``None`` elsewhere.
         """
-        count = len(microbatches)
-        if count not in self._evaluation:
-            self._evaluation[count] = lower(forward_only(self._runner.num_stages, count))
-        work = _Evaluation(self._runner, self._boundaries, microbatches, self._seed, call, batch=batch)
-        self._executor.run(self._evaluation[count].rows[self._position], work)
-        return work.result
+        stage = self._position  # one down pipe has stage s on position s
+        key = (*self._seed, *call.key)
+
+        def through(given: dict[str, Any], shape: torch.Size, part: Part) -> Tensor | None:
+            ranges = row_ranges(shape[0], num_microbatches)
+            if len(ranges) not in self._evaluation:
+                self._evaluation[len(ranges)] = lower(forward_only(self._runner.num_stages, len(ranges)))
+            work = _Evaluation(given, shape, self._runner.anatomy.dtype, ranges, part, self._runner.num_stages - 1)
+            self._executor.run(self._evaluation[len(ranges)].rows[stage], work)
+            return torch.cat(work.joined) if work.joined else None
+
+        with keyed(*key), call.context():
+            passage = self._runner.run_whole(
+                stage, lambda: call.step(batch), through=through, reseed=lambda layer: reseed(mix(*key), layer)
+            )
+        return passage.left
 
     def _lowered(self, num_microbatches: int) -> Lowered:
         if num_microbatches not in self._training:
@@ -105,14 +117,17 @@ class Pipeline:
 
 
 @dataclass
-class _Passes:
-    """Passes of microbatches through stages: what training and evaluation have in common."""
+class _Training:
+    """The work of a training step."""
 
     runner: StageRunner
     boundaries: dict[tuple[Any, ...], Boundary]
     microbatches: Sequence[Microbatch]
     seed: tuple[int, ...]
-    call: Call
+    call: TrainingCall
+    held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    """By stage and microbatch: what entered, and what backward runs from."""
+    peak: int = 0
 
     def __post_init__(self) -> None:
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
@@ -121,13 +136,35 @@ class _Passes:
         """Shape and type of a microbatch's boundary tensors, once a batch of the same shapes has been seen."""
         return self.boundaries.get(self.signatures[microbatch])
 
-    def settle(self, microbatch: int, shape: torch.Size) -> Boundary:
+    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs a stage and keeps what its backward needs."""
+        number = action.microbatch
+        key = (*self.seed, *self.call.key, number)
+        is_last = action.stage == self.runner.num_stages - 1
+
+        def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+            boundary = self._settle(number, Boundary(shape, dtype))
+            return incoming(boundary).requires_grad_() if action.stage > 0 else None
+
+        with keyed(*key), self.call.context():
+            passage = self.runner.run(
+                action.stage,
+                lambda: self.call.step(self.microbatches[number].data),
+                receive=receive,
+                reseed=lambda layer: reseed(mix(*key), layer),
+                scales=self.call.scales(number) if is_last else None,
+            )
+        left = self.call.finish(number, passage.left, passage.head) if is_last else passage.left
+        self.held[action.stage, number] = (passage.entered, left)
+        self.peak = max(self.peak, len(self.held))
+        return None if is_last else left
+
+    def _settle(self, microbatch: int, seen: Boundary) -> Boundary:
         """Notes the boundary of a microbatch as the model sees it.
 
         Raises:
             RuntimeError: A microbatch of the same shapes had another one, which the other ranks still expect.
         """
-        seen = Boundary(shape, self.runner.anatomy.dtype)
         known = self.boundaries.setdefault(self.signatures[microbatch], seen)
         if known != seen:
             raise RuntimeError(
@@ -136,44 +173,6 @@ class _Passes:
                 " from the shapes of the batch: crop or pad in the data loader, not in the step."
             )
         return seen
-
-    def run(self, stage: int, number: int, data: Any, receive: Any, on_shape: Any) -> Passage:
-        """One pass under its own random draws."""
-        key = (*self.seed, *self.call.key, number)
-        with keyed(*key), self.call.context():
-            return self.runner.run(
-                stage,
-                lambda: self.call.step(data),
-                receive=receive,
-                reseed=lambda layer: reseed(mix(*key), layer),
-                on_shape=on_shape,
-            )
-
-
-@dataclass
-class _Training(_Passes):
-    """The work of a training step."""
-
-    call: TrainingCall
-    held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-    """By stage and microbatch: what entered, and what backward runs from."""
-    peak: int = 0
-
-    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs a stage and keeps what its backward needs."""
-        number = action.microbatch
-
-        def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            return incoming(Boundary(shape, dtype)).requires_grad_()
-
-        passage = self.run(
-            action.stage, number, self.microbatches[number].data, receive, lambda shape: self.settle(number, shape)
-        )
-        is_last = action.stage == self.runner.num_stages - 1
-        left = self.call.finish(number, passage.left, passage.head) if is_last else passage.left
-        self.held[action.stage, number] = (passage.entered, left)
-        self.peak = max(self.peak, len(self.held))
-        return None if is_last else left
 
     def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Runs the backward of a stage."""
@@ -194,40 +193,33 @@ class _Training(_Passes):
 
 
 @dataclass
-class _Evaluation(_Passes):
-    """The work of an evaluated batch: the last stage waits for all microbatches and runs the user's step once."""
+class _Evaluation:
+    """The work of an evaluated batch: the rows that the step has given to the model, in parts."""
 
-    batch: Any = None
-    result: Any = None
-    waiting: list[Incoming] = field(default_factory=list)
+    given: dict[str, Any]
+    shape: torch.Size
+    dtype: torch.dtype
+    ranges: list[tuple[int, int]]
+    part: Part
+    last_stage: int
+    joined: list[Tensor] = field(default_factory=list)
+    """What has come out of the last stage."""
+
+    def boundary(self, microbatch: int) -> Boundary:
+        """Shape and type of the hidden states of some rows."""
+        start, end = self.ranges[microbatch]
+        return Boundary(torch.Size((end - start, *self.shape[1:])), self.dtype)
 
     def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs a stage on one microbatch, or the last stage on the whole batch."""
-        number = action.microbatch
-        if action.stage < self.runner.num_stages - 1:
-            passage = self.run(
-                action.stage,
-                number,
-                self.microbatches[number].data,
-                lambda shape, dtype: incoming(Boundary(shape, dtype)),
-                lambda shape: self.settle(number, shape),
-            )
-            assert isinstance(passage.left, Tensor)
-            return passage.left
-        self.waiting.append(incoming)
-        if len(self.waiting) == len(self.microbatches):
-            self.result = self.run(action.stage, -1, self.batch, self._join, lambda _shape: None).left
+        """Runs the stage on some rows."""
+        rows = cut(self.given, self.shape[0], *self.ranges[action.microbatch])
+        entered = incoming(self.boundary(action.microbatch)) if action.stage > 0 else None
+        hidden = self.part(rows, entered)
+        if action.stage < self.last_stage:
+            return hidden
+        self.joined.append(hidden)
         return None
 
     def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Never called: there is no backward in a forward-only schedule."""
         raise AssertionError(action, incoming)
-
-    def _join(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Receives the hidden states of all microbatches as those of one batch."""
-        rows = sum(microbatch.rows for microbatch in self.microbatches)
-        parts = []
-        for number, (microbatch, incoming) in enumerate(zip(self.microbatches, self.waiting, strict=True)):
-            part = self.settle(number, torch.Size((shape[0] * microbatch.rows // rows, *shape[1:])))
-            parts.append(incoming(part._replace(dtype=dtype)))
-        return torch.cat(parts)

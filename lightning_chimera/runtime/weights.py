@@ -1,23 +1,20 @@
 """What each microbatch's loss counts for, so that the sum over all of them is the whole batch's loss."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_chimera.partition.anatomy import TokenLoss
-from lightning_chimera.runtime.microbatches import Microbatch
+from lightning_chimera.partition.heads import IGNORED, HeadLoss, holds_ignored
+from lightning_chimera.partition.stage import HeadCall
+from lightning_chimera.runtime.microbatches import Microbatch, leaves
 
-
-class _Totals(NamedTuple):
-    """Over the batches of all replicas."""
-
-    rows: float
-    tokens: float
-    hooked: float
+_HOOK = (
+    "Define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns the number"
+    " over which its loss is a mean (of tokens, of rows, ...)."
+)
 
 
 class LossWeights:
@@ -31,7 +28,7 @@ class LossWeights:
 
     Args:
         microbatches: This group's microbatches.
-        head_loss: The table entry of the head, if it is known.
+        head: The table entry of the head, if it is known.
         hook: The module's ``microbatch_weight``, if it has one.
         peers: The ranks at this position in all replicas, on the CPU.
     """
@@ -39,55 +36,65 @@ class LossWeights:
     def __init__(
         self,
         microbatches: Sequence[Microbatch],
-        head_loss: TokenLoss | None,
+        head: HeadLoss | None,
         hook: Callable[[Any], float] | None,
         peers: ProcessGroup,
     ) -> None:
-        self._head_loss = head_loss
-        self._labels = [_labels(microbatch.data, head_loss) for microbatch in microbatches]
-        self._rows = [microbatch.rows for microbatch in microbatches]
-        self._hooked = [float(hook(microbatch.data)) for microbatch in microbatches] if hook else None
-        tokens = sum(head_loss.count(labels) for labels in self._labels if labels is not None) if head_loss else 0
-        totals = torch.tensor([sum(self._rows), tokens, sum(self._hooked or [])], dtype=torch.float64)
+        self._batches = [microbatch.data for microbatch in microbatches]
+        self._has_terms = head is not None and bool(head.terms) and hook is None
+        rows = [float(microbatch.rows) for microbatch in microbatches]
+        hooked = [float(hook(batch)) for batch in self._batches] if hook else [0.0] * len(rows)
+        counts = head.counts if head is not None else ()
+        labels = [[float(_count(count, batch) or 0) for batch in self._batches] for count in counts]
+        self._counts = torch.tensor([rows, hooked, *labels], dtype=torch.float64)
+        self._totals = self._counts.sum(dim=1)
         if dist.get_world_size(peers) > 1:
-            dist.all_reduce(totals, group=peers)
-        self._totals = _Totals(*totals.tolist())
+            dist.all_reduce(self._totals, group=peers)
+        self._has_hook = hook is not None
 
     @property
     def total_rows(self) -> int:
         """Rows of the batches of all replicas."""
-        return int(self._totals.rows)
+        return int(self._totals[0])
 
-    def share(self, microbatch: int, *, own_loss: bool, labels: Tensor | None) -> float:
+    def scales(self, microbatch: int) -> tuple[float, ...] | None:
+        """What each term of a head with several counts for, relative to the rows; ``None`` for another head.
+
+        Raises:
+            ValueError: The batch does not hold the labels of all terms.
+        """
+        if not self._has_terms:
+            return None
+        if not bool(self._totals[2:].all()):
+            raise ValueError(
+                "The model's head adds several means, which are weighed by the labels in the batch, and the batch does"
+                f" not hold labels for all of them under the names of the head's arguments. {_HOOK}"
+            )
+        shares = self._counts[:, microbatch] / self._totals
+        return tuple((shares[2:] / shares[0]).tolist())
+
+    def share(self, microbatch: int, *, own_loss: bool, head: HeadCall) -> float:
         """What a microbatch's loss counts for; over all microbatches of all replicas the shares add up to 1.
 
         Args:
             microbatch: Its number in this group.
             own_loss: Whether the loss is the one that the HuggingFace head returned.
-            labels: The labels that the head was given.
+            head: The head's call.
 
         Raises:
             ValueError: The batch holds labels to be ignored, and nothing says how the loss counts them.
         """
-        if self._hooked is not None:
-            return self._hooked[microbatch] / (self._totals.hooked or 1.0)
-        if own_loss and labels is not None and self._head_loss is not None:
-            return self._head_loss.count(labels) / (self._totals.tokens or self._totals.rows)
-        self._refuse_ignored(self._labels[microbatch])
-        return self._rows[microbatch] / self._totals.rows
-
-    def _refuse_ignored(self, labels: Tensor | None) -> None:
-        ignore_index = (self._head_loss or TokenLoss()).ignore_index
-        if labels is not None and bool((labels == ignore_index).any()):
+        if self._has_hook:
+            return float(self._counts[1, microbatch] / (self._totals[1] or 1.0))
+        if own_loss and head.count is not None:
+            return float(head.count / (self._totals[2] or self._totals[0]))
+        if not self._has_terms and (head.ignores or any(map(holds_ignored, leaves(self._batches[microbatch])))):
             raise ValueError(
-                f"The batch's labels hold {ignore_index} (ignored), and the loss that the step returns is not the one"
-                " that the HuggingFace model computed, so nothing says over what it is a mean. Define"
-                " `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns the"
-                " number over which its loss is a mean (of tokens, of rows, ...)."
+                f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
+                f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
+        return float(self._counts[0, microbatch] / self._totals[0])
 
 
-def _labels(batch: Any, head_loss: TokenLoss | None) -> Tensor | None:
-    """The labels of a batch, where it has them under the usual name."""
-    labels = batch.get((head_loss or TokenLoss()).labels) if isinstance(batch, Mapping) else None
-    return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
+def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:
+    return count(batch) if isinstance(batch, Mapping) else None

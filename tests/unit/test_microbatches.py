@@ -77,6 +77,22 @@ def test_rows_are_counted_by_the_input_ids_where_there_are_some() -> None:
     assert count_rows({"n": 1}) is None
 
 
+def test_a_list_of_samples_has_a_row_for_each() -> None:
+    ids = [torch.arange(5), torch.arange(5), torch.arange(3)]
+    for samples in (
+        ids,
+        [{"input_ids": row, "label": 1} for row in ids],
+        [{"input_ids": row} for row in ids[:2]],
+        [(row, torch.tensor(1)) for row in ids],
+    ):
+        assert count_rows(samples) == len(samples)
+        assert [part.data for part in split(samples, len(samples))] == [[sample] for sample in samples]
+    assert count_rows([torch.zeros(8, 16), torch.zeros(8)]) == 8
+    assert count_rows([torch.zeros(8), torch.zeros(8)]) == 8
+    assert count_rows([{"input_ids": torch.zeros(8, 16)}, {"input_ids": torch.zeros(8, 16)}]) == 8
+    assert count_rows((["a", "b", "c"], ["x", "y", "z"])) == 3
+
+
 def test_a_batch_without_rows_is_one_microbatch() -> None:
     [part] = split({"n": 1}, 4)
     assert (part.data, part.rows) == ({"n": 1}, 1)

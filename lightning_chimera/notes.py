@@ -1,0 +1,166 @@
+"""What a step notes on its module: sums, lists and dicts that a user collects from batch to batch.
+
+The step goes on behind the model call on one rank only, so what it appends to ``self.losses`` or adds to ``self.total``
+there must be brought to the others, as if they had run it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+
+
+@dataclass(frozen=True)
+class _List:
+    """A list as it was: its length, and what was in those of its entries that are containers."""
+
+    length: int
+    inside: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
+class _Dict:
+    """A dict as it was."""
+
+    entries: Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A plain value as it was; a tensor by its version, which every in-place change raises."""
+
+    value: Any
+    version: int
+
+
+class Set(NamedTuple):
+    """A change: another value."""
+
+    value: Any
+
+
+class Grown(NamedTuple):
+    """A change: new entries at the end of a list, and changes inside of older ones."""
+
+    length: int
+    items: list[Any]
+    inside: dict[int, Any]
+
+
+class Updated(NamedTuple):
+    """A change: entries of a dict."""
+
+    entries: dict[Any, Any]
+    removed: tuple[Any, ...]
+
+
+def cut_lists(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, list[Any]]:
+    """Takes away what lists of a module have grown by, and returns it.
+
+    Args:
+        module: The user's module.
+        lengths: Their lengths before, from ``list_lengths``.
+    """
+    grown = {}
+    for name, length in lengths.items():
+        values = vars(module)[name]
+        if len(values) > length:
+            grown[name] = values[length:]
+            del values[length:]
+    return grown
+
+
+def list_lengths(module: nn.Module) -> dict[str, int]:
+    """Lengths of the lists among a module's attributes."""
+    return {
+        name: len(value) for name, value in vars(module).items() if type(value) is list and not name.startswith("_")
+    }
+
+
+class Notes:
+    """The plain attributes of a module at one time: numbers, strings, tensors, and lists and dicts of them.
+
+    Args:
+        attributes: The state of each.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self._attributes = attributes
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Notes":
+        """The notes on a module now; names with an underscore are not a user's."""
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        return cls({name: _state(value) for name, value in public.items()})
+
+    def changes(self, module: nn.Module) -> dict[str, Any]:
+        """What has changed since, ready to travel."""
+        now = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        found = {name: _change(self._attributes.get(name), value) for name, value in now.items()}
+        return {name: change for name, change in found.items() if change is not None}
+
+    def apply(self, module: nn.Module, changes: Mapping[str, Any]) -> None:
+        """Makes the same changes on another rank's module, whatever it has noted itself since."""
+        for name, change in changes.items():
+            _apply(vars(module), name, change)
+
+
+def _state(value: Any) -> Any:
+    """How a value is now; ``None`` for one that is not followed."""
+    if type(value) is list:
+        inside = {index: _state(item) for index, item in enumerate(value) if type(item) in (list, dict)}
+        return _List(len(value), inside)
+    if type(value) is dict:
+        return _Dict({key: _state(item) for key, item in value.items()})
+    if isinstance(value, _PLAIN):
+        return _Value(value, _version(value))
+    return None
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place; those of inference mode do not count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _change(before: Any, value: Any) -> Any:
+    """How a value differs from its earlier state; ``None`` if it does not, or is not followed."""
+    if type(value) is list and isinstance(before, _List) and len(value) >= before.length:
+        inside = {index: _change(state, value[index]) for index, state in before.inside.items()}
+        inside = {index: change for index, change in inside.items() if change is not None}
+        items = value[before.length :]
+        return Grown(before.length, items, inside) if items or inside else None
+    if type(value) is dict and isinstance(before, _Dict):
+        entries = {key: _change(before.entries.get(key), item) for key, item in value.items()}
+        entries = {key: change for key, change in entries.items() if change is not None}
+        removed = tuple(key for key in before.entries if key not in value)
+        return Updated(entries, removed) if entries or removed else None
+    if isinstance(value, _PLAIN):
+        return None if _is_same(before, value) else Set(value)
+    return Set(value) if type(value) in (list, dict) else None
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    if not isinstance(before, _Value):
+        return False
+    if isinstance(value, Tensor):
+        return before.value is value and before.version == _version(value)
+    return type(before.value) is type(value) and bool(before.value == value)
+
+
+def _apply(container: Any, key: Any, change: Any) -> None:
+    """Makes one change to an entry of a list, a dict or a module's attributes."""
+    if isinstance(change, Set):
+        container[key] = change.value
+    elif isinstance(change, Grown):
+        grown = container[key]
+        grown[change.length :] = change.items
+        for index, inner in change.inside.items():
+            _apply(grown, index, inner)
+    else:
+        for name, inner in change.entries.items():
+            _apply(container[key], name, inner)
+        for name in change.removed:
+            container[key].pop(name, None)
