@@ -1,0 +1,86 @@
+"""Starts real runs of the script, as people do from a shell."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PYTHON = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPT = Path(__file__).with_name("script.py")
+
+
+class Ended(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        code: Its exit code; ``None`` if it had to be killed.
+        screen: What it printed.
+        seconds: How long it took.
+    """
+
+    code: int | None
+    screen: str
+    seconds: float
+
+
+def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> Ended:
+    """Runs the script in a session of its own, and checks that no process of it is left.
+
+    Args:
+        work: Where the run works and its output is kept.
+        *prefix: The command before the script, ``PYTHON`` or ``TORCHRUN``.
+        limit: Seconds after which all of its processes are killed.
+        **options: As in the script.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    start = time.monotonic()
+    with (work / "screen.txt").open("w") as screen:
+        process = subprocess.Popen(
+            [*(prefix or PYTHON), str(SCRIPT), json.dumps(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            cwd=work,
+            env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            seconds = time.monotonic() - start
+            left = _kill_what_is_left(process)
+    text = (work / "screen.txt").read_text(errors="replace")
+    assert code is None or not left, f"the run has left processes behind\n{text}"
+    return Ended(code, text, seconds)
+
+
+def _kill_what_is_left(process: subprocess.Popen[bytes]) -> bool:
+    """Kills the session's processes; whether there were any long after the end of the first one."""
+    patience = time.monotonic() + (10.0 if process.poll() is not None else 0.0)
+    while _has_members(process.pid):
+        if time.monotonic() > patience:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _has_members(group: int) -> bool:
+    """Whether a process group has members that are no zombies; orphans are waited for by whoever adopts them."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(member) == group and state not in "ZX":
+            return True
+    return False

@@ -1,0 +1,99 @@
+"""A user's whole script, which each process of a run executes.
+
+Usage: python script.py OPTIONS, where the options are a JSON object; ``run`` below names them.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+import lightning_chimera
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from distributed.users import ROWS, LanguageModule, Row, make_loader, make_rows
+
+
+class Manual(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Unknown(LanguageModule):
+    """Holds a model of its own make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(3, 3)
+
+
+class RaisesAfterTheModel(LanguageModule):
+    """Raises where the last stage is."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ValueError("raised after the model")
+        return loss
+
+
+class RaisesBeforeTheModel(LanguageModule):
+    """Raises on the last rank only."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
+            raise ValueError("raised before the model")
+        return super().training_step(batch, batch_idx)
+
+
+def run(
+    folder: str | None = None,
+    module: str = "LanguageModule",
+    strategy: str = "chimera",
+    devices: int = 2,
+    blocks: int = 4,
+    **options: Any,
+) -> None:
+    """Trains, and writes what each process has in the end.
+
+    Args:
+        folder: Where to write.
+        module: Name of the module's class.
+        strategy: Its registered name, used where no options are given.
+        devices: Number of processes.
+        blocks: Blocks of the model.
+        **options: Options of ``ChimeraStrategy``.
+    """
+    L.seed_everything(0, verbose=False)
+    plain = module == "LanguageModule"
+    lightning_module = LanguageModule(blocks=blocks) if plain else globals()[module]()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=lightning_chimera.ChimeraStrategy(**options) if options else strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(lightning_module, make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    if folder is not None:
+        found = {
+            "rank": trainer.global_rank,
+            "pid": os.getpid(),
+            "loss": float(trainer.callback_metrics["train_loss"]),
+            "state": {name: value.clone() for name, value in lightning_module.state_dict().items()},
+        }
+        torch.save(found, Path(folder, f"{trainer.global_rank}-{os.getpid()}.pt"))
+
+
+if __name__ == "__main__":
+    run(**json.loads(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Real runs, started as people start them; how they end when something is wrong."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import script
+from .fidelity import make_trainer
+from .launches import PYTHON, TORCHRUN, launch
+from .test_checkpoints import PLAIN
+from .users import ROWS, LanguageModule, make_loader, make_rows
+from .world import RankFailed, World
+
+pytestmark = pytest.mark.timeout(240)
+
+PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON}
+
+
+def train_plainly() -> tuple[float, dict[str, Tensor]]:
+    """What the script does, by one process."""
+    torch.manual_seed(0)
+    module = LanguageModule()
+    trainer = make_trainer(PLAIN, max_epochs=1)
+    trainer.fit(module, make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    return float(trainer.callback_metrics["train_loss"]), dict(module.state_dict())
+
+
+@pytest.mark.parametrize("method", ["popen", "torchrun", "spawn"])
+def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, method: str) -> None:
+    options = {"start_method": "spawn"} if method == "spawn" else {}
+    ended = launch(tmp_path, *PREFIXES[method], folder=str(tmp_path), devices=2, **options)
+    assert ended.code == 0, ended.screen
+    assert ended.screen.count("chimera: 2 stages, 2 pipes, 2 microbatches") == 1  # the plan is printed once
+    ((loss, state),) = world.run(train_plainly, size=1)
+    found = [torch.load(path) for path in tmp_path.glob("*.pt")]
+    # The parent of spawned processes gets the trained weights; else each process has them.
+    assert sorted(told["rank"] for told in found) == ([0] if method == "spawn" else [0, 1])
+    assert len({told["pid"] for told in found}) == len(found)
+    for told in found:
+        assert told["loss"] == pytest.approx(loss, rel=1e-4)
+        torch.testing.assert_close(told["state"], state, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [("RaisesAfterTheModel", "chimera_1f1b"), ("RaisesBeforeTheModel", "chimera")],
+)
+def test_an_error_on_one_rank_ends_all_and_is_on_the_screen(tmp_path: Path, module: str, strategy: str) -> None:
+    ended = launch(tmp_path, module=module, strategy=strategy, devices=2, limit=60.0)
+    assert ended.code not in (0, None), ended.screen
+    assert ended.seconds < 40.0  # half of it is Python's start
+    where = "after" if module == "RaisesAfterTheModel" else "before"
+    assert f"ValueError: raised {where} the model" in ended.screen
+
+
+BAD = {
+    "a misspelt schedule": (
+        {"schedule": "chimaera"},
+        r"no schedule 'chimaera'\. Known schedules: chimera, gpipe, 1f1b\. Did you mean 'chimera'\?",
+    ),
+    "an odd number of stages": (
+        {"devices": 3},
+        r"even number of stages.*got 3\. Use 2 or 4 stages, or the schedule gpipe or 1f1b",
+    ),
+    "too few blocks": (
+        {"devices": 4, "blocks": 2},
+        r"2 blocks can't be cut into 4 stages.*at least one block.*Use at most 2 stages",
+    ),
+    "a group that does not fit": (
+        {"devices": 3, "num_stages": 2},
+        r"num_stages=2 does not divide the 3 processes.*multiple of 2 processes, or a num_stages that divides 3",
+    ),
+    "bad cuts": (
+        {"cuts": [3, 1], "num_stages": 3, "devices": 3, "schedule": "1f1b"},
+        r"cuts=\[3, 1\] do not cut 4 blocks into 3 stages.*2 ascending numbers between 1 and 3",
+    ),
+    "an unknown model": (
+        {"module": "Unknown"},
+        r"Unknown holds no HuggingFace model.*exactly one of: .*BertModel.*GPT2Model",
+    ),
+    "optimization by hand": (
+        {"module": "Manual"},
+        r"Manual sets automatic_optimization=False.*return the loss from training_step and remove manual_backward",
+    ),
+    "no microbatches": ({"num_microbatches": 0}, r"num_microbatches=0: it must be a whole number of at least 1"),
+    "no patience": ({"timeout": 0}, r"timeout=0: it must be a positive number of seconds"),
+    "an unknown start": ({"start_method": "thread"}, r"start_method='thread': it must be one of popen, spawn, fork"),
+}
+
+
+def start_alone(options: dict[str, Any]) -> None:
+    """Runs the script in this process, as if nobody had launched it."""
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+    def popen(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    subprocess.Popen = popen
+    script.run(**options)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_before_a_process_is_started(world: World, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankFailed, match=f"(?s){message}") as info:
+        world.run(start_alone, options, size=1)
+    assert info.value.error.startswith(("ValueError", "lightning.fabric.utilities.exceptions.Misconfig")), info.value
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "message"), list(BAD.values())[:7], ids=list(BAD)[:7])
+def test_a_script_with_bad_input_ends_soon_with_the_message(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    ended = launch(tmp_path, limit=60.0, **options)
+    assert ended.code == 1, ended.screen
+    assert ended.seconds < 30.0
+    assert ended.screen.count("Traceback (most recent call last)") == 1
+    assert re.search(message, ended.screen.strip().splitlines()[-1])

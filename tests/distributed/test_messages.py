@@ -1,0 +1,146 @@
+"""Messages between stages arrive, in every schedule, whatever their size and whatever the ranks' timing."""
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_chimera.runtime.executor import Executor, Incoming
+from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.schedules import Action, Kind, get_family, lower
+
+from .fidelity import Cell, check
+from .users import LanguageModule, Row
+from .world import World
+
+SMALL, LARGE = 8 * 1024, 4 * 1024 * 1024
+"""Bytes of a message: of those that a connection buffers, and of those that it does not."""
+SCHEDULES = ("chimera", "gpipe", "1f1b")
+
+
+@dataclass
+class Relay:
+    """Stages without any model: each adds a number that tells who has been there, and checks what it receives.
+
+    Attributes:
+        num_stages: Number of stages.
+        nbytes: Bytes of a message; microbatches have slightly different ones.
+        pause: Longest pause of a stage in seconds.
+        known: Whether shapes are known before a microbatch has been seen.
+        generator: Draws the pauses.
+    """
+
+    num_stages: int
+    nbytes: int
+    pause: float
+    known: bool
+    generator: random.Random
+
+    def boundary(self, microbatch: int) -> Boundary | None:
+        return self.shape(microbatch) if self.known else None
+
+    def shape(self, microbatch: int) -> Boundary:
+        return Boundary(torch.Size((self.nbytes // 4 - microbatch,)), torch.float32)
+
+    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
+        self.known = True  # as in training: the shape is seen when the model is called
+        tensor = torch.full(self.shape(action.microbatch).shape, float(action.microbatch))
+        if action.stage > 0:
+            tensor = incoming(self.shape(action.microbatch))
+        assert bool((tensor == action.microbatch + 1000 * action.stage).all()), action
+        self.sleep()
+        return tensor + 1000 if action.stage < self.num_stages - 1 else None
+
+    def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
+        passed = self.num_stages - 1 - action.stage
+        tensor = torch.full(self.shape(action.microbatch).shape, -float(action.microbatch))
+        if passed:
+            tensor = incoming(self.shape(action.microbatch))
+        assert bool((tensor == -action.microbatch - 1000 * passed).all()), action
+        self.sleep()
+        return tensor - 1000 if action.stage > 0 else None
+
+    def sleep(self) -> None:
+        if self.pause:
+            time.sleep(self.generator.uniform(0, self.pause))
+
+
+def relay(name: str, num_stages: int, num_microbatches: int, nbytes: int, seeds: list[int], pause: float) -> int:
+    """Runs this rank's row for some seeds, and tells how many actions it has run."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank)
+    schedule = get_family(name).build(num_stages, num_microbatches)
+    topology = Topology(num_stages, 1, rank)
+    groups = Groups(topology, schedule.placement, [], timedelta(seconds=30))
+    executor = Executor(Links(topology, groups.links, torch.device("cpu")), topology.position)
+    row = lower(schedule).rows[topology.position]
+    count = 0
+    for seed in seeds:
+        executor.run(row, Relay(num_stages, nbytes, pause, seed % 2 == 0, random.Random(100 * seed + rank)))
+        count += len(executor.spans)
+        assert [span.action for span in executor.spans] == list(schedule.rows[topology.position])
+    dist.barrier()
+    return count
+
+
+def check_relay(world: World, *args: Any, stages: int, microbatches: int, seeds: list[int]) -> None:
+    name, nbytes, pause = args
+    counts = world.run(relay, name, stages, microbatches, nbytes, seeds, pause, size=stages)
+    assert sum(counts) == len(seeds) * stages * microbatches * len(Kind)
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_of_any_size_arrive_in_order(world: World, name: str, nbytes: int) -> None:
+    check_relay(world, name, nbytes, 0.0, stages=4, microbatches=8, seeds=[0, 1])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_arrive_at_any_timing(world: World, name: str) -> None:
+    check_relay(world, name, SMALL, 0.02, stages=4, microbatches=5, seeds=[0, 1, 2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 7, 8, 16])
+@pytest.mark.parametrize(("name", "stages"), [("chimera", 8), ("gpipe", 3), *((name, 2) for name in SCHEDULES)])
+def test_messages_arrive_for_any_numbers(world: World, name: str, stages: int, microbatches: int, nbytes: int) -> None:
+    check_relay(world, name, nbytes, 0.0, stages=stages, microbatches=microbatches, seeds=[0, 1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_arrive_at_twenty_timings(world: World, name: str, nbytes: int) -> None:
+    check_relay(world, name, nbytes, 0.05, stages=4, microbatches=6, seeds=list(range(20)))
+
+
+class Sleepy(LanguageModule):
+    """Takes its time, another on each rank and for each microbatch."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        self.pauses = getattr(self, "pauses", None) or random.Random(os.getpid())
+        time.sleep(self.pauses.uniform(0, 0.02))
+        loss = super().training_step(batch, batch_idx)
+        time.sleep(self.pauses.uniform(0, 0.02))
+        return loss
+
+
+@pytest.mark.parametrize("cell", [Cell("chimera", 4)], ids=str)
+def test_training_does_not_depend_on_timing(world: World, cell: Cell) -> None:
+    check(world, cell, Sleepy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("repeat", range(3))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_training_depends_on_timing(world: World, name: str, repeat: int) -> None:
+    check(world, Cell(name, 4, replicas=2, microbatches=5), Sleepy)
