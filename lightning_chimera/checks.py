@@ -2,14 +2,17 @@
 
 import inspect
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_chimera.schedules import Schedule
+from lightning_chimera.schedules import Schedule, validate
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -21,6 +24,66 @@ def check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"{name}={size!r}: it must be a whole number of at least 1.")
+
+
+def check_cuts_type(cuts: Any) -> None:
+    """Refuses cuts that are no list of whole numbers; whether they fit is known when the model is.
+
+    Raises:
+        ValueError: They are something else.
+    """
+    is_list = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+    if cuts is not None and not (is_list and all(type(cut) is int for cut in cuts)):
+        raise ValueError(f"cuts={cuts!r}: give a list of whole numbers, the first block of each stage but the first.")
+
+
+def check_timeout(timeout: Any) -> timedelta:
+    """A bound on waiting, as a duration.
+
+    Raises:
+        ValueError: It is no positive number of seconds.
+    """
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < timedelta.max.days * 86400:
+        return timedelta(seconds=timeout)
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    raise ValueError(f"timeout={timeout!r}: it must be a positive number of seconds.")
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuses a backend that this build of torch does not have.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if backend is not None and not dist.is_backend_available(backend):
+        known = ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+        raise ValueError(f"process_group_backend={backend!r} is not available here. This build of torch has: {known}.")
+
+
+def check_built(schedule: Any, num_stages: int, num_microbatches: int) -> Schedule:
+    """Refuses what is no training schedule for these sizes.
+
+    Raises:
+        ValueError: It is something else, is for other sizes, or has no backward.
+        ScheduleError: It is not valid.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"The schedule's builder returned {type(schedule).__name__}; it must return a Schedule.")
+    for noun, wanted, own in (
+        ("ranks", num_stages, schedule.num_ranks),
+        ("stages", num_stages, schedule.num_stages),
+        ("microbatches", num_microbatches, schedule.num_microbatches),
+    ):
+        if wanted != own:
+            raise ValueError(
+                f"The schedule {schedule.name!r} is for {own} {noun}, but this run needs one for {wanted}. Give num_stages"
+                " (the ranks of a pipeline) and num_microbatches that fit, or a schedule by name."
+            )
+    if schedule.forward_only:
+        raise ValueError(f"The schedule {schedule.name!r} has no backward, so nothing would be trained by it.")
+    validate(schedule)
+    return schedule
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -86,11 +149,16 @@ def check_trainer(precision: Precision, *, sync_batchnorm: bool) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that call the step more than once.
+    """Refuses several optimizers, and those that call the step more than once.
 
     Raises:
-        MisconfigurationException: There is one.
+        MisconfigurationException: There are some.
     """
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"configure_optimizers returned {len(optimizers)} optimizers. A pipeline trains with one: give it several"
+            " parameter groups instead, each with its own learning rate and options."
+        )
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
             "LBFGS evaluates the step several times per optimizer step, which a pipeline does not support."

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_chimera import checkpoint
+from lightning_chimera.checks import check_built
 from lightning_chimera.notes import Notes, cut_lists, list_lengths
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
@@ -33,7 +34,7 @@ from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.pipeline import Call, Pipeline, TrainingCall
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.runtime.weights import LossWeights
-from lightning_chimera.schedules import Builder
+from lightning_chimera.schedules import Builder, Schedule
 from lightning_chimera.timeline import Timeline
 
 
@@ -51,9 +52,10 @@ class Layout:
     build: Builder
     num_microbatches: int
 
-    def schedule(self, num_microbatches: int | None = None) -> Any:
-        """The training schedule."""
-        return self.build(self.topology.num_positions, num_microbatches or self.num_microbatches)
+    def schedule(self, num_microbatches: int | None = None) -> Schedule:
+        """The training schedule, checked."""
+        sizes = self.topology.num_positions, num_microbatches or self.num_microbatches
+        return check_built(self.build(*sizes), *sizes)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,14 @@ from typing_extensions import override
 
 from lightning_chimera.checkpoint import load_optimizer_state
 from lightning_chimera.checks import (
+    check_backend,
     check_choice,
+    check_cuts_type,
     check_fixed_schedule,
     check_module,
     check_optimizers,
     check_sizes,
+    check_timeout,
     check_trainer,
 )
 from lightning_chimera.engine import Batch, Engine, Layout
@@ -49,7 +52,7 @@ from lightning_chimera.runtime.batches import Ending, GroupLoader
 from lightning_chimera.runtime.pipeline import Pipeline
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
-from lightning_chimera.schedules import Builder, Schedule, select, validate
+from lightning_chimera.schedules import Builder, Schedule, select
 from lightning_chimera.timeline import Timeline
 
 _ENDINGS: dict[RunningStage | None, Ending] = {
@@ -111,9 +114,9 @@ class ChimeraStrategy(ParallelStrategy):
         )
         check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
-        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if self._timeout <= timedelta(0):
-            raise ValueError(f"timeout={timeout!r}: it must be a positive number of seconds.")
+        check_cuts_type(cuts)
+        check_backend(process_group_backend)
+        self._timeout = check_timeout(timeout)
         self._selection = select(schedule)
         fixed = self._selection.fixed
         if fixed is not None:
@@ -175,6 +178,12 @@ class ChimeraStrategy(ParallelStrategy):
             ValueError: The number of processes is no multiple of the number of stages.
         """
         world = self.num_nodes * self.num_processes
+        fixed = self._selection.fixed
+        if fixed is not None and world % fixed.num_ranks:
+            raise ValueError(
+                f"The schedule {fixed.name!r} is for {fixed.num_ranks} ranks, and this run has {world} processes"
+                f" (devices x num_nodes). Use a multiple of {fixed.num_ranks}, or a schedule by name."
+            )
         return Topology.of_world(world, self._num_stages or world, self.global_rank)
 
     @property
@@ -199,7 +208,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        validate(self.layout.schedule())  # sizes that do not fit are refused before any process is started
+        self.layout.schedule()  # sizes that do not fit are refused before any process is started
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(

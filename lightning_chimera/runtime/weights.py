@@ -40,12 +40,13 @@ class LossWeights:
         hook: Callable[[Any], float] | None,
         peers: ProcessGroup,
     ) -> None:
-        self._batches = [microbatch.data for microbatch in microbatches]
+        batches = [microbatch.data for microbatch in microbatches]
+        self._leaves = [list(leaves(batch)) for batch in batches]  # now, since a step may take things out of its batch
         self._has_terms = head is not None and bool(head.terms) and hook is None
         rows = [float(microbatch.rows) for microbatch in microbatches]
-        hooked = [float(hook(batch)) for batch in self._batches] if hook else [0.0] * len(rows)
+        hooked = [float(hook(batch)) for batch in batches] if hook else [0.0] * len(rows)
         counts = head.counts if head is not None else ()
-        labels = [[float(_count(count, batch) or 0) for batch in self._batches] for count in counts]
+        labels = [[float(_count(count, batch) or 0) for batch in batches] for count in counts]
         self._counts = torch.tensor([rows, hooked, *labels], dtype=torch.float64)
         self._totals = self._counts.sum(dim=1)
         if dist.get_world_size(peers) > 1:
@@ -88,7 +89,7 @@ class LossWeights:
             return float(self._counts[1, microbatch] / (self._totals[1] or 1.0))
         if own_loss and head.count is not None:
             return float(head.count / (self._totals[2] or self._totals[0]))
-        if not self._has_terms and (head.ignores or any(map(holds_ignored, leaves(self._batches[microbatch])))):
+        if not self._has_terms and (head.ignores or any(map(holds_ignored, self._leaves[microbatch]))):
             raise ValueError(
                 f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
                 f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"

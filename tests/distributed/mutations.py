@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_chimera.partition.anatomy import TokenLoss
+from lightning_chimera.partition.heads import IGNORED, LabelCount
 from lightning_chimera.runtime import gradients
 from lightning_chimera.runtime.gradients import GradientSync
 from lightning_chimera.runtime.weights import LossWeights
@@ -66,12 +66,16 @@ def microbatch_dropped() -> None:
 
 def weights_by_rows() -> None:
     """Microbatches count by their rows instead of by their tokens."""
-    TokenLoss.count = lambda self, labels: len(labels)
+    LabelCount.__call__ = lambda self, given: len(given[self.name]) if self.name in given else None
 
 
 def labels_not_shifted() -> None:
     """A causal model's first labels, which predict nothing, count."""
-    TokenLoss.count = lambda self, labels: int((labels != self.ignore_index).sum())
+
+    def count(self: LabelCount, given: Any) -> int | None:
+        return int((given[self.name] != IGNORED).sum()) if self.name in given else None
+
+    LabelCount.__call__ = count
 
 
 def no_accumulation_scale() -> None:

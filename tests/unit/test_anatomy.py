@@ -1,9 +1,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import DistilBertConfig, DistilBertModel, GPT2Config, GPT2Model
+from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2Model
 
-from lightning_chimera.partition.anatomy import TokenLoss, find_anatomy
+from lightning_chimera.partition.anatomy import find_anatomy
+from lightning_chimera.partition.heads import LabelCount
 
 
 def test_the_parts_of_gpt2_are_layers_in_order(gpt2_small) -> None:
@@ -41,8 +42,8 @@ def test_every_parameter_of_a_model_belongs_to_a_layer(gpt2_small, bert_base) ->
 
 def test_a_module_without_a_model_that_can_be_cut_is_refused_with_the_known_ones() -> None:
     with torch.device("meta"):
-        module = nn.ModuleDict({"model": DistilBertModel(DistilBertConfig(n_layers=1))})
-    with pytest.raises(ValueError, match=r"holds the HuggingFace models DistilBertModel.*BertModel, GPT2Model"):
+        module = nn.ModuleDict({"model": AlbertModel(AlbertConfig(num_hidden_layers=1))})
+    with pytest.raises(ValueError, match=r"holds the HuggingFace models AlbertModel.*BertModel.*GPT2Model"):
         find_anatomy(module)
     with pytest.raises(ValueError, match="holds no HuggingFace model"):
         find_anatomy(nn.Linear(1, 1))
@@ -57,5 +58,6 @@ def test_two_models_are_refused_by_their_names() -> None:
 
 def test_a_causal_loss_does_not_count_the_first_position_and_no_loss_counts_ignored_labels() -> None:
     labels = torch.tensor([[1, 2, -100, 3], [-100, 4, -100, -100]])
-    assert TokenLoss(shift=1).count(labels) == 3
-    assert TokenLoss().count(labels) == 4
+    assert LabelCount(shift=1)({"labels": labels}) == 3
+    assert LabelCount()({"labels": labels}) == 4
+    assert LabelCount("mc_labels")({"labels": labels}) is None
