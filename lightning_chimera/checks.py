@@ -77,8 +77,8 @@ def check_built(schedule: Any, num_stages: int, num_microbatches: int) -> Schedu
     ):
         if wanted != own:
             raise ValueError(
-                f"The schedule {schedule.name!r} is for {own} {noun}, but this run needs one for {wanted}. Give num_stages"
-                " (the ranks of a pipeline) and num_microbatches that fit, or a schedule by name."
+                f"The schedule {schedule.name!r} is for {own} {noun}, but this run needs one for {wanted}. Give"
+                " num_stages (the ranks of a pipeline) and num_microbatches that fit, or a schedule by name."
             )
     if schedule.forward_only:
         raise ValueError(f"The schedule {schedule.name!r} has no backward, so nothing would be trained by it.")

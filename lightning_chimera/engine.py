@@ -27,7 +27,7 @@ from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
 from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay
 from lightning_chimera.results import join
-from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm
+from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm, one_scale
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
 from lightning_chimera.runtime.packing import Broadcast
@@ -158,6 +158,7 @@ class Engine:
         )
         self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
         self._metric_sync = MetricSync(module, self.groups.world)
+        self._guard_clipping()
         self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
 
     def _synchronize(self) -> int:
@@ -272,6 +273,17 @@ class Engine:
         """Clips by the norm of the whole model's gradient, and returns it."""
         return clip_by_norm(parameters, max_norm, self.ownership, self.groups.world)
 
+    def _guard_clipping(self) -> None:
+        """Watches over a module's own ``configure_gradient_clipping``, where ranks must not scale on their own."""
+        own = self.module.configure_gradient_clipping
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with one_scale(self.ownership.held(), self.groups.world):
+                return own(*args, **kwargs)
+
+        if type(self.module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+            self.module.__dict__["configure_gradient_clipping"] = guarded
+
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, name: str, batch: Batch, *, counts: bool, logs: bool) -> Any:
@@ -379,6 +391,7 @@ class Engine:
     def release(self) -> None:
         """Takes back what was changed on the module besides its parameters."""
         self._metric_sync.remove()
+        self.module.__dict__.pop("configure_gradient_clipping", None)
         self.module.example_input_array = self._example_input
 
 

@@ -1,6 +1,7 @@
 """Gradients between the copies of a stage: summed over replicas, pipes and tied ends, with one norm over all stages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,44 @@ def total_norm(
     total = norms.pow(norm_type).sum()
     dist.all_reduce(total, group=group)
     return total.pow(1.0 / norm_type)
+
+
+@contextmanager
+def one_scale(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Iterator[None]:
+    """Watches over code that may scale gradients, such as a user's own clipping; every rank must enter it.
+
+    Args:
+        parameters: The parameters on this rank.
+        group: All ranks, on the CPU.
+
+    Raises:
+        RuntimeError: Afterwards, if ranks have scaled their gradients by different factors. What is no scaling, such as
+            clipping by value, passes.
+    """
+    before = _norms(parameters)
+    yield
+    ratios = _norms(parameters)[before > 0] / before[before > 0]
+    is_scaling = len(ratios) == 0 or bool((ratios.max() - ratios.min()) <= 1e-5 * ratios.max())
+    # The largest and the smallest factor of all ranks; a rank without gradients has no say.
+    factor = float(ratios.mean()) if len(ratios) else 1.0
+    bounds = torch.tensor([factor, -factor, 0.0 if is_scaling else 1.0], dtype=torch.float64)
+    if len(ratios) == 0:
+        bounds[:2] = -torch.inf
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest, is_other = bounds[0], -bounds[1], bool(bounds[2])
+    if not is_other and largest - smallest > 1e-5 * largest:
+        raise RuntimeError(
+            f"configure_gradient_clipping has scaled the gradients of different ranks by different factors, from"
+            f" {float(smallest):.4g} to {float(largest):.4g}: it saw the norm of one rank's parameters only. Call"
+            " self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm'), which clips by the"
+            " norm of the whole model."
+        )
+
+
+def _norms(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Norm of each gradient, 0 where there is none."""
+    norms = [0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad)) for p in parameters]
+    return torch.tensor(norms, dtype=torch.float64)
 
 
 def clip_by_norm(
