@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.topology import Groups, Topology
-from lightning_chimera.schedules import Action, Kind, Message, get_family, lower
+from lightning_chimera.schedules import Action, Kind, Operation, get_family, lower
 
 from .fidelity import Cell, check
 from .users import LanguageModule, Row
@@ -131,8 +131,7 @@ def send_another_shape(known: Boundary, sent: Boundary) -> str:
     topology = Topology(2, 1, rank)
     groups = Groups(topology, lowered.schedule.placement, [], timedelta(seconds=5))
     links = Links(topology, groups.links, torch.device("cpu"))
-    message = next(subject for _, subject in lowered.rows[0] if isinstance(subject, Message))
-    links.warm_up()
+    message = next(subject for operation, subject in lowered.rows[0] if operation is Operation.SEND)
     links.begin()
     told = "nothing"
     try:
