@@ -173,7 +173,7 @@ class Spy(Callback):
 def hash_parameters(module: torch.nn.Module) -> dict[str, str]:
     """A hash of each parameter that is on this rank."""
     return {
-        name: hashlib.sha1(parameter.detach().numpy().tobytes()).hexdigest()
+        name: hashlib.sha1(parameter.detach().reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, parameter in module.named_parameters()
         if not parameter.is_meta
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.topology import Groups, Topology
-from lightning_chimera.schedules import Action, Kind, get_family, lower
+from lightning_chimera.schedules import Action, Kind, Operation, get_family, lower
 
 from .fidelity import Cell, check
 from .users import LanguageModule, Row
@@ -121,6 +121,41 @@ def test_messages_arrive_for_any_numbers(world: World, name: str, stages: int, m
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_arrive_at_twenty_timings(world: World, name: str, nbytes: int) -> None:
     check_relay(world, name, nbytes, 0.05, stages=4, microbatches=6, seeds=list(range(20)))
+
+
+def send_another_shape(known: Boundary, sent: Boundary) -> str:
+    """Position 0 sends to position 1 what that does not expect; tells the error."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank)
+    lowered = lower(get_family("gpipe").build(2, 1))
+    topology = Topology(2, 1, rank)
+    groups = Groups(topology, lowered.schedule.placement, [], timedelta(seconds=5))
+    links = Links(topology, groups.links, torch.device("cpu"))
+    message = next(subject for operation, subject in lowered.rows[0] if operation is Operation.SEND)
+    links.begin()
+    told = "nothing"
+    try:
+        if topology.position == 0:
+            links.send(message, torch.ones(sent.shape, dtype=sent.dtype), known)
+        else:
+            links.post(message, known)
+            links.receive(message, sent)
+    except RuntimeError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize(
+    "sent", [Boundary(torch.Size((2, 5)), torch.float32), Boundary(torch.Size((3, 5)), torch.int32)]
+)
+def test_a_message_of_another_shape_or_type_is_refused_on_both_sides(world: World, sent: Boundary) -> None:
+    # Gloo itself would take the bytes as they come.
+    known = Boundary(torch.Size((3, 5)), torch.float32)
+    receiver, sender = world.run(send_another_shape, known, sent, size=2)
+    both = (str(tuple(sent.shape)), str(sent.dtype), "(3, 5)", "torch.float32")
+    for told in (sender, receiver):
+        assert all(part in told for part in both), told
 
 
 class Sleepy(LanguageModule):

@@ -1,5 +1,6 @@
 """Whatever a training step does in a plain Trainer, it does in a pipeline."""
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertModel
 
-from .fidelity import Cell, Experiment, Make, check, same_changes, train, usual, usual_rows
+from .fidelity import STEPS, Cell, Experiment, Make, check, same_changes, train, train_plainly, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
 from .world import RankFailed, World
 
@@ -237,6 +238,34 @@ def test_activations_may_be_recomputed(world: World) -> None:
     check(world, CHIMERA, Checkpointed)
 
 
+def clipped_by_value(cell: Cell) -> Experiment:
+    return usual(cell, LanguageModule(cell.model), gradient_clip_algorithm="value", gradient_clip_val=0.01)
+
+
+def test_gradients_may_be_clipped_by_value(world: World) -> None:
+    plain, _ = check(world, CHIMERA, clipped_by_value)
+    changes = [plain.after[name] - value for name, value in plain.before.items()]
+    assert max(float(change.abs().max()) for change in changes) == pytest.approx(STEPS * 0.01)
+
+
+def five_blocks(cell: Cell) -> Experiment:
+    return usual(cell, LanguageModule(cell.model, blocks=5))
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 3, microbatches=5), Cell("gpipe", 5, model="bert")], ids=str)
+def test_blocks_need_not_divide_evenly(world: World, cell: Cell) -> None:
+    check(world, cell, five_blocks)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_trains_nearly_alike(world: World, precision: str) -> None:
+    cell = replace(CHIMERA, precision=precision)
+    plain = train_plainly(world, cell.reference)
+    for seen in world.run(train, cell, size=4):
+        torch.testing.assert_close(seen.losses, plain.losses, rtol=2e-2, atol=0.0)
+        torch.testing.assert_close(seen.logged, plain.logged, rtol=2e-2, atol=0.0)
+
+
 # ------------------------------------------------------------------------------------------------------------- shapes
 
 
@@ -327,6 +356,31 @@ def padded_left(cell: Cell) -> Experiment:
 @pytest.mark.parametrize("make", [bool_mask, float_mask, no_mask, square_mask, padded_left])
 def test_masks_may_have_any_form(world: World, make: Make) -> None:
     check(world, CHIMERA, make)
+
+
+class Crops(LanguageModule):
+    """Trains on a part of each row only, as long as the batch's shape says."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        half = batch["input_ids"].shape[1] // 2 + 1
+        return super().training_step({name: value[:, :half] for name, value in batch.items()}, batch_idx)
+
+
+class CropsPadding(LanguageModule):
+    """Leaves out what is padding in all rows, so the length depends on what the batch holds."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        longest = int(batch["attention_mask"].sum(1).max())
+        return super().training_step({name: value[:, :longest] for name, value in batch.items()}, batch_idx)
+
+
+def test_a_step_may_crop_by_the_shape_of_a_batch(world: World) -> None:
+    check(world, CHIMERA, Crops)
+
+
+def test_a_step_that_crops_by_the_contents_of_a_batch_is_told_not_to(world: World) -> None:
+    with pytest.raises(RankFailed, match="crop or pad in the data loader, not in the step"):
+        world.run(train, Cell("1f1b", 2), CropsPadding, size=2)
 
 
 class Collated:
@@ -479,3 +533,18 @@ class Generates(LanguageModule):
 def test_a_step_that_cannot_be_cut_is_an_error(world: World, module: type[LanguageModule], message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         world.run(train, Cell("chimera", 2), module, size=2, limit=20)
+
+
+class TwoCallsInValidation(LanguageModule):
+    def validation_step(self, batch: Row, batch_idx: int) -> None:
+        self.log("val_loss", self.model(**batch).loss + self.model(**batch).loss)
+
+
+def two_calls_in_validation(cell: Cell) -> Experiment:
+    loader = make_loader(usual_rows(cell))
+    return Experiment(TwoCallsInValidation(), {"train_dataloaders": loader, "val_dataloaders": loader})
+
+
+def test_two_model_calls_in_validation_are_an_error(world: World) -> None:
+    with pytest.raises(RankFailed, match="The model was called more than once in one step"):
+        world.run(train, Cell("1f1b", 2), two_calls_in_validation, size=2, limit=20)

@@ -1,0 +1,149 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_chimera.partition.anatomy import find_anatomy
+from lightning_chimera.partition.stage import Passage, StageRunner
+
+
+class Module(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = GPT2LMHeadModel(SMALL_GPT2) if kind == "gpt2" else BertForMaskedLM(SMALL_BERT)
+
+
+SMALL_GPT2 = GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=2)
+SMALL_BERT = BertConfig(vocab_size=31, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16)
+IDS = torch.arange(24).reshape(4, 6)
+BATCH = {"input_ids": IDS, "attention_mask": (torch.arange(6) < torch.tensor([[6], [3], [4], [1]])).long()}
+
+
+def make(kind: str = "gpt2", cuts: tuple[int, ...] = (1, 2)) -> tuple[Module, StageRunner]:
+    module = Module(kind).eval()
+    return module, StageRunner(find_anatomy(module), cuts)
+
+
+def run(
+    runner: StageRunner,
+    stage: int,
+    step: Callable[[], Any],
+    entering: Tensor | None = None,
+    seeds: list[int] | None = None,
+    shapes: list[Any] | None = None,
+) -> Passage:
+    def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        assert entering is not None
+        assert (entering.shape, entering.dtype) == (shape, dtype)
+        return entering
+
+    note_seed = seeds.append if seeds is not None else lambda _layer: None
+    note_shape = shapes.append if shapes is not None else lambda _shape: None
+    return runner.run(stage, step, receive=receive, reseed=note_seed, on_shape=note_shape)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2)])
+def test_stages_one_after_the_other_are_the_model(kind: str, cuts: tuple[int, ...]) -> None:
+    module, runner = make(kind, cuts)
+    expected = module.model(**BATCH, labels=IDS)
+    hidden = None
+    for stage in range(runner.num_stages):
+        passage = run(runner, stage, lambda: module.model(**BATCH, labels=IDS), hidden)
+        hidden = passage.left
+    torch.testing.assert_close(passage.left.logits, expected.logits, rtol=0.0, atol=0.0)
+    assert passage.left.loss == expected.loss
+    assert passage.head.loss is passage.left.loss
+    assert passage.head.labels is IDS
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_gradients_flow_through_the_boundaries(kind: str) -> None:
+    module, runner = make(kind)
+    module.model(**BATCH, labels=IDS).loss.backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    passages, hidden = [], None
+    for stage in range(3):
+        entering = None if hidden is None else hidden.detach().requires_grad_()
+        passages.append(run(runner, stage, lambda: module.model(**BATCH, labels=IDS), entering))
+        hidden = passages[-1].left
+    gradient = None
+    for passage in reversed(passages):
+        torch.autograd.backward(passage.left if gradient is not None else passage.left.loss, gradient)
+        gradient = None if passage.entered is None else passage.entered.grad
+    torch.testing.assert_close([parameter.grad for parameter in module.parameters()], expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_later_stage_needs_no_parameter_of_an_earlier_one(kind: str) -> None:
+    module, runner = make(kind)
+    hidden = torch.rand(4, 6, 8)
+    for name, parameter in list(module.named_parameters()):
+        layer = runner.anatomy.layer_of(name)
+        if layer is not None and runner.stage_of(layer) != 1:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, nn.Parameter(torch.empty_like(parameter, device="meta")))
+    left = run(runner, 1, lambda: module.model(**BATCH, labels=IDS), hidden).left
+    assert (left.shape, left.device.type) == ((4, 6, 8), "cpu")
+
+
+def test_layers_are_seeded_by_their_number_in_the_whole_model() -> None:
+    module, runner = make(cuts=(2,))
+    seeds: list[int] = []
+    shapes: list[Any] = []
+    left = run(runner, 0, lambda: module.model(**BATCH), None, seeds, shapes).left
+    assert (seeds, shapes) == ([0, 1, 2], [(4, 6, 8)])
+    run(runner, 1, lambda: module.model(**BATCH), left, seeds)
+    assert seeds == [0, 1, 2, 0, 3, 4]  # block 2 is layer 3, and layer 4 is what comes after the blocks
+
+
+def attributes(module: nn.Module) -> list[set[str]]:
+    return [set(vars(part)) for part in module.modules()]
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    module, runner = make()
+    before = attributes(module)
+    run(runner, 0, lambda: module.model(**BATCH))
+    assert attributes(module) == before
+    with pytest.raises(ZeroDivisionError):
+        run(runner, 0, lambda: 1 / 0)
+    with pytest.raises(IndexError):
+        run(runner, 0, lambda: module.model(input_ids=IDS + 1000))
+    assert attributes(module) == before
+    assert module.model(**BATCH).logits.shape == (4, 6, 31)
+
+
+def test_hooks_on_blocks_and_on_the_model_are_called() -> None:
+    module, runner = make(cuts=(2,))
+    called: list[str] = []
+    for name in ("model", "model.transformer", "model.transformer.h.1", "model.transformer.h.2"):
+        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    run(runner, 0, lambda: module.model(**BATCH))
+    assert called == ["model", "model.transformer", "model.transformer.h.1"]
+
+
+def test_a_step_that_never_or_twice_calls_the_model_is_an_error() -> None:
+    module, runner = make(cuts=())
+    with pytest.raises(RuntimeError, match=r"without calling the GPT2Model 'model\.transformer'"):
+        run(runner, 0, lambda: None)
+    with pytest.raises(RuntimeError, match="called more than once in one step"):
+        run(runner, 0, lambda: (module.model(**BATCH), module.model(**BATCH)))
+
+
+def test_a_step_that_catches_everything_is_told_so() -> None:
+    module, runner = make(cuts=(1,))
+
+    def step() -> Any:
+        try:
+            return module.model(**BATCH)
+        except BaseException:
+            return None
+
+    with pytest.raises(RuntimeError, match=r"went on after stage 0 had left the model.*a bare `except:`"):
+        run(runner, 0, step)
