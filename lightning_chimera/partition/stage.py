@@ -178,6 +178,7 @@ class StageRunner:
         def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             passage.entered = receive(self._boundary_shape(given), self.anatomy.dtype)
             places = self._places(stage, passage.entered, reseed, leaves=stage < self.num_stages - 1)
+            reseed(0)
             return self._forward(stage, forward, given, passage.entered, places)
 
         return self._call(stage, call, passage, walk, scales, splits=True)
@@ -278,6 +279,8 @@ class StageRunner:
         Raises:
             RuntimeError: It does.
         """
+        if self.num_stages == 1:
+            return
         for name in ("output_hidden_states", "output_attentions"):
             asked = given.get(name)
             if asked or (asked is None and getattr(self.anatomy.base.config, name, False)):

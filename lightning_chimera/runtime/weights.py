@@ -47,10 +47,11 @@ class LossWeights:
         hooked = [float(hook(batch)) for batch in batches] if hook else [0.0] * len(rows)
         counts = head.counts if head is not None else ()
         labels = [[float(_count(count, batch) or 0) for batch in batches] for count in counts]
-        self._counts = torch.tensor([rows, hooked, *labels], dtype=torch.float64)
-        self._totals = self._counts.sum(dim=1)
+        self._counts = [rows, hooked, *labels]
+        totals = torch.tensor([sum(counts) for counts in self._counts], dtype=torch.float64)
         if dist.get_world_size(peers) > 1:
-            dist.all_reduce(self._totals, group=peers)
+            dist.all_reduce(totals, group=peers)
+        self._totals: list[float] = totals.tolist()
         self._has_hook = hook is not None
 
     @property
@@ -66,13 +67,15 @@ class LossWeights:
         """
         if not self._has_terms:
             return None
-        if not bool(self._totals[2:].all()):
+        if not all(self._totals[2:]):
             raise ValueError(
                 "The model's head adds several means, which are weighed by the labels in the batch, and the batch does"
                 f" not hold labels for all of them under the names of the head's arguments. {_HOOK}"
             )
-        shares = self._counts[:, microbatch] / self._totals
-        return tuple((shares[2:] / shares[0]).tolist())
+        rows, _, *terms = (
+            counts[microbatch] / (total or 1.0) for counts, total in zip(self._counts, self._totals, strict=True)
+        )
+        return tuple(term / rows for term in terms)
 
     def share(self, microbatch: int, *, own_loss: bool, head: HeadCall) -> float:
         """What a microbatch's loss counts for; over all microbatches of all replicas the shares add up to 1.
@@ -86,15 +89,15 @@ class LossWeights:
             ValueError: The batch holds labels to be ignored, and nothing says how the loss counts them.
         """
         if self._has_hook:
-            return float(self._counts[1, microbatch] / (self._totals[1] or 1.0))
+            return self._counts[1][microbatch] / (self._totals[1] or 1.0)
         if own_loss and head.count is not None:
-            return float(head.count / (self._totals[2] or self._totals[0]))
+            return head.count / (self._totals[2] or self._totals[0])
         if not self._has_terms and (head.ignores or any(map(holds_ignored, self._leaves[microbatch]))):
             raise ValueError(
                 f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
                 f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
-        return float(self._counts[0, microbatch] / self._totals[0])
+        return self._counts[0][microbatch] / self._totals[0]
 
 
 def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:

@@ -8,6 +8,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from lightning_chimera.partition.anatomy import find_anatomy
 from lightning_chimera.partition.stage import Passage, StageRunner
+from lightning_chimera.runtime.microbatches import cut
 
 
 class Module(nn.Module):
@@ -36,14 +37,17 @@ def run(
     seeds: list[int] | None = None,
     shapes: list[Any] | None = None,
 ) -> Passage:
-    def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        if shapes is not None:
+            shapes.append(shape)
+        if stage == 0:
+            return None
         assert entering is not None
         assert (entering.shape, entering.dtype) == (shape, dtype)
         return entering
 
     note_seed = seeds.append if seeds is not None else lambda _layer: None
-    note_shape = shapes.append if shapes is not None else lambda _shape: None
-    return runner.run(stage, step, receive=receive, reseed=note_seed, on_shape=note_shape)
+    return runner.run(stage, step, receive=receive, reseed=note_seed)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -58,7 +62,7 @@ def test_stages_one_after_the_other_are_the_model(kind: str, cuts: tuple[int, ..
     torch.testing.assert_close(passage.left.logits, expected.logits, rtol=0.0, atol=0.0)
     assert passage.left.loss == expected.loss
     assert passage.head.loss is passage.left.loss
-    assert passage.head.labels is IDS
+    assert passage.head.count == (IDS.numel() if kind == "bert" else IDS[:, 1:].numel())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
@@ -100,6 +104,48 @@ def test_layers_are_seeded_by_their_number_in_the_whole_model() -> None:
     assert (seeds, shapes) == ([0, 1, 2], [(4, 6, 8)])
     run(runner, 1, lambda: module.model(**BATCH), left, seeds)
     assert seeds == [0, 1, 2, 0, 3, 4]  # block 2 is layer 3, and layer 4 is what comes after the blocks
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
+def test_rows_may_go_through_in_parts_while_the_step_runs_once(kind: str, cuts: tuple[int, ...]) -> None:
+    module, runner = make(kind, cuts)
+    expected = module.model(**BATCH, labels=IDS)
+    calls: list[int] = []
+
+    def step() -> Any:
+        calls.append(1)
+        return module.model(**BATCH, labels=IDS)
+
+    entering: list[Tensor | None] = [None, None]
+    for stage in range(runner.num_stages):
+
+        def through(given: dict[str, Any], shape: torch.Size, part: Any) -> Tensor:
+            assert shape == (4, 6, 8)
+            halves = [cut(given, 4, start, start + 2) for start in (0, 2)]
+            entering[:] = [part(rows, hidden) for rows, hidden in zip(halves, entering, strict=True)]
+            return torch.cat(entering)
+
+        passage = runner.run_whole(stage, step, through=through, reseed=lambda _layer: None)
+    assert len(calls) == runner.num_stages
+    torch.testing.assert_close(passage.left.logits, expected.logits)
+    torch.testing.assert_close(passage.left.loss, expected.loss)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_what_is_inside_of_other_stages_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, runner = make(cuts=(1,))
+    with pytest.raises(RuntimeError, match=f"{name}=True asks for the inside of every block"):
+        run(runner, 0, lambda: module.model(**BATCH, **{name: True}))
+    monkeypatch.setattr(module.model.config, name, True)
+    with pytest.raises(RuntimeError, match=f"Leave {name} out of the call and of the config"):
+        run(runner, 0, lambda: module.model(**BATCH))
+
+
+def test_a_sum_in_the_place_of_a_mean_is_refused() -> None:
+    module, runner = make(cuts=())
+    with pytest.raises(RuntimeError, match="gives num_items_in_batch to the model"):
+        run(runner, 0, lambda: module.model(**BATCH, labels=IDS, num_items_in_batch=7))
 
 
 def attributes(module: nn.Module) -> list[set[str]]:

@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_chimera.partition.anatomy import TokenLoss
+from lightning_chimera.partition.heads import HEAD_LOSSES, HeadLoss, LabelCount
+from lightning_chimera.partition.stage import HeadCall
 from lightning_chimera.runtime.microbatches import split
 from lightning_chimera.runtime.weights import LossWeights
 
 LABELS = torch.tensor([[5, 6, 7], [5, -100, -100], [-100, 6, 7], [5, 6, -100]])
 BATCH = {"input_ids": torch.ones_like(LABELS), "labels": LABELS}
-CAUSAL, MASKED = TokenLoss(shift=1), TokenLoss()
+CAUSAL, MASKED = HeadLoss(LabelCount(shift=1)), HeadLoss()
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,13 @@ def alone() -> Iterator[Any]:
 
 
 def shares(
-    group: Any, head: TokenLoss | None, hook: Callable[[Any], float] | None = None, *, own_loss: bool = True
+    group: Any, head: HeadLoss | None, hook: Callable[[Any], float] | None = None, *, own_loss: bool = True
 ) -> list[float]:
     microbatches = split(BATCH, 2)
     weights = LossWeights(microbatches, head, hook, group)
     assert weights.total_rows == 4
-    labels = [microbatch.data["labels"] for microbatch in microbatches]
-    return [weights.share(number, own_loss=own_loss, labels=labels[number]) for number in range(2)]
+    counts = [None if head is None else head.count(microbatch.data) for microbatch in microbatches]
+    return [weights.share(number, own_loss=own_loss, head=HeadCall(count=counts[number])) for number in range(2)]
 
 
 def test_a_causal_loss_counts_by_the_labels_that_are_predicted(alone: Any) -> None:
@@ -48,7 +49,7 @@ def test_a_hook_decides_before_the_head(alone: Any) -> None:
 
 @pytest.mark.parametrize(("head", "own_loss"), [(CAUSAL, False), (None, True)])
 def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(
-    alone: Any, head: TokenLoss | None, own_loss: bool
+    alone: Any, head: HeadLoss | None, own_loss: bool
 ) -> None:
     with pytest.raises(ValueError, match=r"labels hold -100.*microbatch_weight\(self, batch\)"):
         shares(alone, head, own_loss=own_loss)
@@ -57,4 +58,19 @@ def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(
 @pytest.mark.parametrize("batch", [{"labels": torch.rand(3, 2)}, torch.rand(3, 2), {"input_ids": torch.ones(3, 2)}])
 def test_other_losses_count_by_rows(alone: Any, batch: Tensor | dict[str, Tensor]) -> None:
     weights = LossWeights(split(batch, 2), None, None, alone)
-    assert [weights.share(number, own_loss=False, labels=None) for number in range(2)] == [1 / 3, 2 / 3]
+    assert [weights.share(number, own_loss=False, head=HeadCall()) for number in range(2)] == [1 / 3, 2 / 3]
+
+
+def test_each_term_of_a_head_is_weighed_by_its_own_count(alone: Any) -> None:
+    batch = {"labels": LABELS, "next_sentence_label": torch.tensor([1, 0, -100, 1])}
+    weights = LossWeights(split(batch, 2), HEAD_LOSSES["BertForPreTraining"], None, alone)
+    # Half of the rows: a term counts for twice its share of the labels.
+    assert weights.scales(0) == (2 * 4 / 8, 2 * 2 / 3)
+    assert weights.scales(1) == (2 * 4 / 8, 2 * 1 / 3)
+    assert [weights.share(number, own_loss=True, head=HeadCall()) for number in range(2)] == [1 / 2, 1 / 2]
+
+
+def test_a_head_of_several_terms_needs_all_labels_in_the_batch(alone: Any) -> None:
+    weights = LossWeights(split({"labels": LABELS}, 2), HEAD_LOSSES["BertForPreTraining"], None, alone)
+    with pytest.raises(ValueError, match=r"adds several means.*does not hold labels for all of them"):
+        weights.scales(0)
