@@ -133,12 +133,16 @@ def test_rows_may_go_through_in_parts_while_the_step_runs_once(kind: str, cuts: 
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_is_inside_of_other_stages_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_inside_of_other_stages_is_refused(name: str) -> None:
     module, runner = make(cuts=(1,))
     with pytest.raises(RuntimeError, match=f"{name}=True asks for the inside of every block"):
         run(runner, 0, lambda: module.model(**BATCH, **{name: True}))
-    monkeypatch.setattr(module.model.config, name, True)
-    with pytest.raises(RuntimeError, match=f"Leave {name} out of the call and of the config"):
+
+
+def test_what_is_inside_of_other_stages_is_refused_in_the_config_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, runner = make(cuts=(1,))
+    monkeypatch.setattr(module.model.config, "output_hidden_states", True)
+    with pytest.raises(RuntimeError, match="Leave output_hidden_states out of the call and of the config"):
         run(runner, 0, lambda: module.model(**BATCH))
 
 
