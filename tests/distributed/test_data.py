@@ -1,6 +1,8 @@
 """The rows that a user's loader gives are the rows that are trained and evaluated on, each once."""
 
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +39,8 @@ def numbered(count: int = COUNT) -> list[Any]:
 
 
 def reading(loader: DataLoader, **options: Any) -> Experiment:
+    """Reads a loader, on ranks whose random numbers have nothing in common."""
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
     return Experiment(Reader(), loader, {"max_epochs": 2, "max_steps": -1, **options})
 
 
@@ -175,7 +179,7 @@ class Augmenting(Reader):
 
 
 def augmenting(cell: Cell) -> Experiment:
-    return Experiment(Augmenting(), make_loader(numbered(), 4), {"max_epochs": 2, "max_steps": -1})
+    return replace(reading(make_loader(numbered(), 4)), module=Augmenting())
 
 
 @pytest.mark.parametrize("make", [random_masks, augmenting])
@@ -256,9 +260,7 @@ class LogsRows(Validates):
 
 
 def thirteen_rows_alone(cell: Cell) -> Experiment:
-    experiment = thirteen_rows(cell)
-    experiment.module = LogsRows(cell.model)
-    return experiment
+    return replace(thirteen_rows(cell), module=LogsRows(cell.model))
 
 
 @pytest.mark.parametrize("make", [thirteen_rows, thirteen_rows_alone])

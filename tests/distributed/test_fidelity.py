@@ -1,11 +1,14 @@
 """A pipeline changes every parameter as one process does."""
 
+import os
 from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
+import torch
 
-from .fidelity import Cell, check
+from .fidelity import Cell, Experiment, check, same_copies, train, usual
+from .users import LanguageModule
 from .world import World
 
 MODELS, MICROBATCHES = ("gpt2", "bert"), (1, 2, 3, 4, 8)
@@ -62,6 +65,20 @@ def test_every_other_cell_of_the_matrix(world: World, cell: Cell) -> None:
 @pytest.mark.parametrize("cell", [cell for cell in SINGLE if cell not in SINGLE[::5]], ids=str)
 def test_every_other_cell_in_single_precision(world: World, cell: Cell) -> None:
     check(world, cell)
+
+
+def unlike_on_each_rank(cell: Cell) -> Experiment:
+    torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
+    return usual(cell, LanguageModule(cell.model))
+
+
+@pytest.mark.parametrize("cell", [Cell("chimera", 4), Cell("1f1b", replicas=2)], ids=str)
+def test_copies_are_equal_though_each_rank_made_another_module(world: World, cell: Cell) -> None:
+    ranks = world.run(train, cell, unlike_on_each_rank, size=cell.size)
+    same_copies(ranks)
+    for seen in ranks:
+        torch.testing.assert_close(seen.after, ranks[0].after, rtol=0.0, atol=0.0)
+        assert seen.losses == ranks[0].losses
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,22 @@ CELLS = [
 ]
 
 
+class Latest(torchmetrics.Metric):
+    """The last value, as a mean over those who have one."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.value = value.detach()
+
+    def compute(self) -> torch.Tensor:
+        return self.value
+
+
 class Talkative(LanguageModule):
     """Logs in all the ways that people do."""
 
@@ -37,6 +53,7 @@ class Talkative(LanguageModule):
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=VOCABULARY, ignore_index=-100)
         self.seen = torchmetrics.CatMetric()
         self.mean = torchmetrics.MeanMetric()
+        self.latest = Latest()
         self.confusion = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=VOCABULARY, ignore_index=-100)
         self.val_losses: list[torch.Tensor] = []
 
@@ -62,6 +79,8 @@ class Talkative(LanguageModule):
         self.seen.update(output.loss)
         self.mean.update(output.loss, len(batch["input_ids"]))
         self.log(f"{name}_mean", self.mean)
+        self.latest.update(output.loss)
+        self.log(f"{name}_latest", self.latest)
         return output.loss
 
     def validation_step(self, batch: Row, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -152,14 +171,18 @@ def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-9)  # Lightning logs in single precision
 
 
-def same_but_lists(found: Any, expected: Any) -> None:
-    """Compares numbers, but for means over the module's own lists, which hold what its replica has seen."""
+OF_A_REPLICA = {"val_list", "val_latest", "test_latest"}
+
+
+def same_but_for_a_replicas_own(found: Any, expected: Any) -> None:
+    """Compares numbers, but for those of what a replica has seen by itself: its lists, its last batch."""
     if isinstance(expected, list):
         for one, other in zip(found, expected, strict=True):
-            same_but_lists(one, other)
+            same_but_for_a_replicas_own(one, other)
     else:
         found, expected = (
-            {name: value for name, value in it.items() if name != "val_list"} for it in (found, expected)
+            {name: value for name, value in it.items() if not OF_A_REPLICA & {*name.split("_")}}
+            for it in (found, expected)
         )
         same(found, expected)
 
@@ -170,7 +193,7 @@ def test_replicas_say_what_one_process_says_of_all_their_batches(world: World, t
     ranks = world.run(use_everything, cell, str(tmp_path), size=cell.size)
     for seen in ranks:
         for name in ("fit", "logged", "bar", "validate", "test", "steps"):
-            same_but_lists(seen[name], plain[name])
+            same_but_for_a_replicas_own(seen[name], plain[name])
     # Each replica predicts every second batch, in order.
     for replica in (0, 1):
         for seen in ranks[2 * replica : 2 * replica + 2]:
@@ -328,4 +351,4 @@ def test_evaluation_needs_no_training(world: World, cell: Cell) -> None:
     assert not math.isnan(plain[0][0]["val_loss/dataloader_idx_0"])
     for seen in world.run(evaluate_alone, cell, size=cell.size):
         for one, other in zip(seen, plain, strict=True):
-            (same_but_lists if cell.replicas > 1 else same)(one, other)
+            (same_but_for_a_replicas_own if cell.replicas > 1 else same)(one, other)
