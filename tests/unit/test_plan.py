@@ -26,7 +26,7 @@ def test_the_plan_says_what_is_where_in_80_columns(gpt2_small) -> None:
     assert "0: embedding, blocks 0-1" in text
     assert "3: block 11, head" in text
     assert "cuts=[2, 6, 11]" in text
-    assert "…" not in text
+    assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 
