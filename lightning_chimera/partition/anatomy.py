@@ -5,34 +5,13 @@ stage; what runs after it (final norm, pooler, heads) is the epilogue and belong
 numbered as *layers*: 0 is the prologue, 1 .. num_blocks are the blocks, num_blocks + 1 is the epilogue.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_chimera.partition.heads import HeadLoss, head_loss_of
-
-StandIn = Callable[..., Any]
-"""Takes the place of a prologue module on a stage that does not own it; see :class:`Family`."""
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> Tensor:
-    """Stands in for an embedding table whose result is added to the hidden states."""
-    return torch.zeros(())
-
-
-def _identity(hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    """Stands in for a dropout."""
-    return hidden
-
-
-def _embedded(*args: Any, inputs_embeds: Tensor | None = None, **_kwargs: Any) -> Tensor:
-    """Stands in for a whole embedding module that is handed ``inputs_embeds``, by name or behind the missing ids."""
-    embedded: Tensor = inputs_embeds if inputs_embeds is not None else args[1]
-    return embedded
 
 
 @dataclass(frozen=True)
@@ -41,28 +20,25 @@ class Family:
 
     Attributes:
         blocks: Path from the base model to the list of blocks.
-        prologue: The modules that run before the blocks (paths from the base model), each with the function that
-            stands in for it on later stages, where its parameters are missing; ``None`` for one that is not called when
-            the model is given ``inputs_embeds``. What a stand-in returns is thrown away when the first block of the
-            stage is entered, so only its shape must pass through the code in between.
+        prologue: Paths from the base model to the modules that run before the blocks and hold parameters or draw random
+            numbers: embeddings, their norms, projections and dropouts. On later stages, where their parameters are
+            missing, each gives zeros of the hidden states' shape, thrown away where the first own block is entered.
     """
 
     blocks: str
-    prologue: Mapping[str, StandIn | None]
+    prologue: tuple[str, ...]
 
 
-_BERT = Family(blocks="encoder.layer", prologue={"embeddings": _embedded})
-_LLAMA = Family(blocks="layers", prologue={"embed_tokens": None})
+_BERT = Family("encoder.layer", prologue=("embeddings",))
+_LLAMA = Family("layers", prologue=("embed_tokens",))
 
 FAMILIES: dict[str, Family] = {
-    "GPT2Model": Family(blocks="h", prologue={"wte": _nothing, "wpe": _nothing, "drop": _identity}),
+    "GPT2Model": Family("h", prologue=("wte", "wpe", "drop")),
     "BertModel": _BERT,
     "RobertaModel": _BERT,
-    "DistilBertModel": Family(blocks="transformer.layer", prologue={"embeddings": _embedded}),
-    "OPTDecoder": Family(
-        blocks="layers", prologue={"embed_tokens": None, "embed_positions": _nothing, "project_in": _identity}
-    ),
-    "GPTNeoXModel": Family(blocks="layers", prologue={"embed_in": None, "emb_dropout": _identity}),
+    "DistilBertModel": Family("transformer.layer", prologue=("embeddings",)),
+    "OPTDecoder": Family("layers", prologue=("embed_tokens", "embed_positions", "project_in")),
+    "GPTNeoXModel": Family("layers", prologue=("embed_in", "emb_dropout")),
     "LlamaModel": _LLAMA,
     "Qwen2Model": _LLAMA,
 }
@@ -167,6 +143,7 @@ def find_anatomy(module: nn.Module) -> Anatomy:
         raise ValueError(
             f"{type(module).__name__} holds {inside}, and no model that can be cut into pipeline stages."
             f" The model must contain exactly one of: {known}."
+            " lightning_chimera.register_family makes another known, if its blocks are one list."
         )
     if len(found) > 1:
         names = ", ".join(f"{name!r} ({type(part).__name__})" for name, part in found)
@@ -175,6 +152,12 @@ def find_anatomy(module: nn.Module) -> Anatomy:
             " A pipeline has exactly one; keep the others outside of the LightningModule."
         )
     base_name, base = found[0]
+    layerdrop = getattr(base.config, "layerdrop", 0.0)
+    if layerdrop:
+        raise ValueError(
+            f"{type(base).__name__} leaves out blocks at random (layerdrop={layerdrop}), and a stage can't leave out"
+            " its end. Set layerdrop=0.0 in the model's config."
+        )
     outer = [
         (name, part)
         for name, part in module.named_modules()

@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 Given = Mapping[str, Any]
 """Arguments of a head's ``forward`` by name, or a batch with the same keys."""
 
+Scales = tuple[float | None, ...]
+"""What each of a head's terms counts for, relative to the rows; ``None`` for one whose labels are not in the batch."""
+
 IGNORED = -100
 """The label that HuggingFace's losses leave out."""
 
@@ -192,7 +195,7 @@ def head_loss_of(top: PreTrainedModel) -> HeadLoss | None:
     return next((loss for suffix, loss in _BY_SUFFIX.items() if name.endswith(suffix)), None)
 
 
-def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: tuple[float, ...], config: Any) -> None:
+def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: Scales, config: Any) -> tuple[int | None, ...]:
     """Puts the weighed sums of a head's terms in the place of its losses.
 
     Args:
@@ -201,13 +204,37 @@ def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: tuple[float, 
         head: The head's entry.
         scales: What each term counts for, relative to the rows.
         config: The model's config.
+
+    Returns:
+        Over how many things each term is a mean; ``None`` for one that the output does not hold.
+
+    Raises:
+        ValueError: The output is no ``ModelOutput``, or it holds a term whose labels are not in the batch.
     """
+    if isinstance(output, tuple):
+        if all(count(given) is None for count in head.counts):
+            return ()
+        raise ValueError(
+            "The model's head adds several means, which are weighed one by one, and return_dict=False hides which is"
+            " which. Leave return_dict out of the call and of the config."
+        )
     weighed: dict[str, Tensor] = {}
+    counts: list[int | None] = []
     for term, scale in zip(head.terms, scales, strict=True):
-        if getattr(output, term.attribute, None) is None:
+        loss = getattr(output, term.attribute, None)
+        counts.append(None if loss is None else term.count(given))
+        if loss is None:
             continue
-        # A term without a label is left out: its mean is NaN, and would stay so times zero.
-        part = term.value(output, given, config) * scale if scale else torch.zeros_like(getattr(output, term.attribute))
+        if scale is None:
+            raise ValueError(
+                "The model's head adds several means, which are weighed by the labels in the batch, and the batch does"
+                f" not hold {term.count.name!r}. Put the labels into it under the names of the model's arguments, or"
+                " define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns"
+                " what its loss counts for."
+            )
+        # A term without a label is left out: its mean is NaN, and would stay so times zero. Backward must find a graph.
+        part = term.value(output, given, config) * scale if scale else torch.zeros_like(loss).requires_grad_()
         weighed[term.attribute] = weighed[term.attribute] + part if term.attribute in weighed else part
     for attribute, loss in weighed.items():
         setattr(output, attribute, loss)
+    return tuple(counts)

@@ -9,7 +9,7 @@ shadows live in the instances' ``__dict__``, where ``nn.Module`` looks before it
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_chimera.partition.anatomy import Anatomy
-from lightning_chimera.partition.heads import weigh_terms
+from lightning_chimera.partition.heads import Scales, weigh_terms
 
 Receive = Callable[[torch.Size, torch.dtype], Tensor | None]
 """Gives the activation that enters a stage, of the shape and type it is told; ``None`` on the first stage."""
@@ -25,11 +25,15 @@ Receive = Callable[[torch.Size, torch.dtype], Tensor | None]
 Part = Callable[[dict[str, Any], Tensor | None], Tensor]
 """Runs a stage on the model's arguments for some rows, and the activation that enters; gives the one that leaves."""
 
-Through = Callable[[dict[str, Any], torch.Size, Part], Tensor | None]
+Through = Callable[[dict[str, Any], int, torch.Size, Part], Tensor | None]
 """Brings all rows through a stage in parts; see :meth:`StageRunner.run_whole`."""
 
 Reseed = Callable[[int], None]
 """Called with a layer's number just before that layer runs, so that its random draws depend on nothing else."""
+
+
+_COUNTS_OTHERWISE = ("num_items_in_batch", "shift_labels", "ignore_index")
+"""Arguments of HuggingFace's losses that change over what they are a mean."""
 
 
 class StageExit(BaseException):
@@ -51,11 +55,13 @@ class HeadCall:
         loss: The loss that the head computed itself, if it is one mean.
         count: Over how many things it is a mean.
         ignores: Whether its labels hold some that are ignored.
+        counts: Over how many things each of its terms is a mean, if they were weighed; ``None`` for one that it lacks.
     """
 
     loss: Tensor | None = None
     count: int | None = None
     ignores: bool = False
+    counts: tuple[int | None, ...] = ()
 
 
 @dataclass
@@ -75,6 +81,16 @@ class Passage:
     called: bool = False
 
 
+class _Passing(Tensor):
+    """What comes out of a transparent block, to be thrown away: the hidden states, or a tuple that begins with them.
+
+    Which of them a block returns differs between families, and between versions of HuggingFace.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
 class _Transparent:
     """A block of another stage: lets the hidden states through, and answers as the block where it is asked."""
 
@@ -82,10 +98,22 @@ class _Transparent:
         self.block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden.as_subclass(_Passing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
+
+
+class _Done(_Transparent):
+    """The last block, whose output is there already."""
+
+    def __init__(self, block: nn.Module, output: Any) -> None:
+        super().__init__(block)
+        self.output = output
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        return self.output
 
 
 class _Block:
@@ -100,7 +128,7 @@ class _Block:
         self.layer = layer
         self.reseed = reseed
         self.entered: Tensor | None = None
-        self.after: Callable[[Tensor], None] | None = None
+        self.after: Callable[[Any], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.entered is not None:
@@ -111,7 +139,7 @@ class _Block:
         self.reseed(self.layer)
         output = self.block(*args, **kwargs)
         if self.after is not None:
-            self.after(output[0] if isinstance(output, tuple) else output)
+            self.after(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +160,8 @@ class StageRunner:
         self._container, self._attribute = anatomy.container()
         self._blocks = anatomy.blocks()
         self._transparent = [_Transparent(block) for block in self._blocks]
-        self._stand_ins = {name: stand_in for name, stand_in in anatomy.family.prologue.items() if stand_in is not None}
+        self._gives_tuples = False  # whether a block's output is a tuple, known after the first
+        self._prologue = [_owner(anatomy.base, path) for path in anatomy.family.prologue]
         self._signature = inspect.signature(anatomy.base.forward)
         self._head_signature = inspect.signature(anatomy.top.forward)
 
@@ -158,7 +187,7 @@ class StageRunner:
         *,
         receive: Receive,
         reseed: Reseed,
-        scales: tuple[float, ...] | None = None,
+        scales: Scales | None = None,
     ) -> Passage:
         """Calls the user's step on one microbatch, as one stage sees it.
 
@@ -179,7 +208,7 @@ class StageRunner:
             passage.entered = receive(self._boundary_shape(given), self.anatomy.dtype)
             places = self._places(stage, passage.entered, reseed, leaves=stage < self.num_stages - 1)
             reseed(0)
-            return self._forward(stage, forward, given, passage.entered, places)
+            return self._forward(forward, given, passage.entered, places)
 
         return self._call(stage, call, passage, walk, scales, splits=True)
 
@@ -189,8 +218,8 @@ class StageRunner:
         Args:
             stage: The stage.
             call: The user's step with its arguments bound.
-            through: Takes the model's arguments, the shape of its hidden states, and a function that runs this stage on
-                some of the rows; gives the hidden states of all rows on the last stage.
+            through: Takes the model's arguments, the number of their rows, the shape of the hidden states, and a
+                function that runs this stage on some of the rows; gives the hidden states of all on the last stage.
             reseed: Called before each layer.
 
         Raises:
@@ -201,24 +230,24 @@ class StageRunner:
 
         def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             if self.num_stages == 1:
-                return self._forward(stage, forward, given, None, self._places(stage, None, reseed, leaves=False))
+                return self._forward(forward, given, None, self._places(stage, None, reseed, leaves=False))
 
             def part(rows: dict[str, Any], entered: Tensor | None) -> Tensor:
                 places = self._places(stage, entered, reseed, leaves=True)
                 try:
-                    self._forward(stage, forward, rows, entered, places)
+                    self._forward(forward, rows, entered, places)
                 except StageExit as leaving:
                     left: Tensor = leaving.hidden
                     return left
                 raise AssertionError("a stage that leaves never returns")
 
-            hidden = through(given, self._boundary_shape(given), part)
+            hidden = through(given, _rows(given), self._boundary_shape(given), part)
             if not is_last:
                 raise StageExit(hidden)
             # The blocks are done: all of them are transparent, and the last hands in what came out of them.
-            enter = _Block(self._transparent[-1], self.anatomy.num_layers - 1, reseed)
-            enter.entered = hidden
-            return self._forward(stage, forward, given, hidden, [*self._transparent[:-1], enter])
+            last = _Done(self._blocks[-1], (hidden,) if self._gives_tuples else hidden)
+            reseed(self.anatomy.num_layers - 1)
+            return self._forward(forward, given, hidden, [*self._transparent[:-1], last])
 
         return self._call(stage, call, passage, walk, None, splits=False)
 
@@ -228,7 +257,7 @@ class StageRunner:
         call: Callable[[], Any],
         passage: Passage,
         walk: Callable[[Callable[..., Any], dict[str, Any]], Any],
-        scales: tuple[float, ...] | None,
+        scales: Scales | None,
         *,
         splits: bool,
     ) -> Passage:
@@ -289,16 +318,17 @@ class StageRunner:
                     f" only. Leave {name} out of the call and of the config."
                 )
 
-    def _watched(self, head: HeadCall, scales: tuple[float, ...] | None, *, splits: bool) -> Callable[..., Any]:
+    def _watched(self, head: HeadCall, scales: Scales | None, *, splits: bool) -> Callable[..., Any]:
         """The head's forward, noting its loss and its count, or weighing its terms, where it sees a part of a batch."""
         forward, known = self.anatomy.top.forward, self.anatomy.head_loss
 
         def watch(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(self._head_signature.parameters, args, strict=False)) | kwargs
-            if splits and given.get("num_items_in_batch") is not None:
+            counted = [name for name in _COUNTS_OTHERWISE if splits and given.get(name) is not None]
+            if counted:
                 raise RuntimeError(
-                    "The step gives num_items_in_batch to the model, whose loss is then no mean. Leave it out: the"
-                    " parts of a batch are weighed by their labels, over microbatches and replicas."
+                    f"The step gives {counted[0]} to the model, whose loss is then not the mean over its labels. Leave"
+                    " it out: the parts of a batch are weighed by their labels, over microbatches and replicas."
                 )
             output = forward(*args, **kwargs)
             if known is None:
@@ -309,7 +339,7 @@ class StageRunner:
                 if head.count is not None:
                     head.loss = output[0] if isinstance(output, tuple) else output.loss
             elif scales is not None:
-                weigh_terms(output, given, known, scales, self.anatomy.top.config)
+                head.counts = weigh_terms(output, given, known, scales, self.anatomy.top.config)
             return output
 
         return watch
@@ -323,25 +353,42 @@ class StageRunner:
         own = self.blocks_of(stage)
         placed = [_Block(self._blocks[index], 1 + index, reseed) for index in own]
         placed[0].entered = entered
-        placed[-1].after = _leave if leaves else lambda _hidden: reseed(self.anatomy.num_layers - 1)
+        placed[-1].after = self._leave if leaves else lambda _output: reseed(self.anatomy.num_layers - 1)
         return [*self._transparent[: own.start], *placed, *self._transparent[own.stop :]]
 
     def _forward(
-        self, stage: int, forward: Callable[..., Any], given: dict[str, Any], entered: Tensor | None, places: list[Any]
+        self, forward: Callable[..., Any], given: dict[str, Any], entered: Tensor | None, places: list[Any]
     ) -> Any:
         """Runs the base model's own forward over a list of places."""
-        stand_ins: Mapping[str, Any] = {}
-        if stage > 0:
-            given = given | {"input_ids": None, "inputs_embeds": entered}
-            stand_ins = self._stand_ins
-        with _shadowed(self._container, {self._attribute: places}), _shadowed(self.anatomy.base, stand_ins):
+        with ExitStack() as shadows:
+            shadows.enter_context(_shadowed(self._container, {self._attribute: places}))
+            if entered is not None:
+                nothing = entered.new_zeros(()).expand_as(entered)  # takes no memory, and can't be written to
+                for module, name in self._prologue:
+                    shadows.enter_context(_shadowed(module, {name: lambda *_args, **_kwargs: nothing}))
             return forward(**given)
 
+    def _leave(self, output: Any) -> None:
+        """Ends a stage with the output of its last block."""
+        self._gives_tuples = isinstance(output, tuple)
+        raise StageExit(output[0] if self._gives_tuples else output)
+
     def _boundary_shape(self, given: Mapping[str, Any]) -> torch.Size:
-        """Shape of the hidden states for one call of the base model."""
+        """Shape of the hidden states in one call of the base model, where each of several texts in a row is a row."""
         ids = given.get("input_ids")
-        rows_and_length = ids.shape if ids is not None else given["inputs_embeds"].shape[:-1]
+        rows_and_length = given["inputs_embeds"].shape[:-1] if ids is None else ids.reshape(-1, ids.shape[-1]).shape
         return torch.Size((*rows_and_length, self.anatomy.hidden_size))
+
+
+def _rows(given: Mapping[str, Any]) -> int:
+    """Number of rows that the base model is given."""
+    return len(given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"])
+
+
+def _owner(base: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that holds another, and its name there."""
+    above, _, name = path.rpartition(".")
+    return base.get_submodule(above), name
 
 
 @contextmanager
@@ -355,8 +402,3 @@ def _shadowed(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None
         for name in attributes:
             module.__dict__.pop(name, None)
         module.__dict__.update(before)
-
-
-def _leave(hidden: Tensor) -> None:
-    """Ends a stage."""
-    raise StageExit(hidden)

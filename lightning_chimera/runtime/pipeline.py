@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_chimera.partition.heads import Scales
 from lightning_chimera.partition.stage import HeadCall, Part, StageRunner
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Boundary, Links
@@ -42,7 +43,7 @@ class TrainingCall(Call):
         backward: Runs backward from a loss.
     """
 
-    scales: Callable[[int], tuple[float, ...] | None]
+    scales: Callable[[int], Scales | None]
     finish: Callable[[int, Any, HeadCall], Tensor | None]
     backward: Callable[[Tensor], None]
 
@@ -96,11 +97,13 @@ class Pipeline:
         stage = self._position  # one down pipe has stage s on position s
         key = (*self._seed, *call.key)
 
-        def through(given: dict[str, Any], shape: torch.Size, part: Part) -> Tensor | None:
-            ranges = row_ranges(shape[0], num_microbatches)
+        def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Part) -> Tensor | None:
+            ranges = row_ranges(rows, num_microbatches)
             if len(ranges) not in self._evaluation:
                 self._evaluation[len(ranges)] = lower(forward_only(self._runner.num_stages, len(ranges)))
-            work = _Evaluation(given, shape, self._runner.anatomy.dtype, ranges, part, self._runner.num_stages - 1)
+            work = _Evaluation(
+                given, rows, shape, self._runner.anatomy.dtype, ranges, part, self._runner.num_stages - 1
+            )
             self._executor.run(self._evaluation[len(ranges)].rows[stage], work)
             return torch.cat(work.joined) if work.joined else None
 
@@ -197,6 +200,7 @@ class _Evaluation:
     """The work of an evaluated batch: the rows that the step has given to the model, in parts."""
 
     given: dict[str, Any]
+    rows: int
     shape: torch.Size
     dtype: torch.dtype
     ranges: list[tuple[int, int]]
@@ -208,11 +212,12 @@ class _Evaluation:
     def boundary(self, microbatch: int) -> Boundary:
         """Shape and type of the hidden states of some rows."""
         start, end = self.ranges[microbatch]
-        return Boundary(torch.Size((end - start, *self.shape[1:])), self.dtype)
+        texts = self.shape[0] // self.rows  # of a row, each with hidden states of its own
+        return Boundary(torch.Size(((end - start) * texts, *self.shape[1:])), self.dtype)
 
     def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Runs the stage on some rows."""
-        rows = cut(self.given, self.shape[0], *self.ranges[action.microbatch])
+        rows = cut(self.given, self.rows, *self.ranges[action.microbatch])
         entered = incoming(self.boundary(action.microbatch)) if action.stage > 0 else None
         hidden = self.part(rows, entered)
         if action.stage < self.last_stage:

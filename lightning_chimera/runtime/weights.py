@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_chimera.partition.heads import IGNORED, HeadLoss, holds_ignored
+from lightning_chimera.partition.heads import IGNORED, HeadLoss, Scales, holds_ignored
 from lightning_chimera.partition.stage import HeadCall
 from lightning_chimera.runtime.microbatches import Microbatch, leaves
 
@@ -46,9 +46,10 @@ class LossWeights:
         rows = [float(microbatch.rows) for microbatch in microbatches]
         hooked = [float(hook(batch)) for batch in batches] if hook else [0.0] * len(rows)
         counts = head.counts if head is not None else ()
-        labels = [[float(_count(count, batch) or 0) for batch in batches] for count in counts]
-        self._counts = [rows, hooked, *labels]
-        totals = torch.tensor([sum(counts) for counts in self._counts], dtype=torch.float64)
+        self._counted = [[_count(count, batch) for batch in batches] for count in counts]
+        self._counts = [rows, hooked]
+        labels = [[float(count or 0) for count in counts] for counts in self._counted]
+        totals = torch.tensor([sum(counts) for counts in (*self._counts, *labels)], dtype=torch.float64)
         if dist.get_world_size(peers) > 1:
             dist.all_reduce(totals, group=peers)
         self._totals: list[float] = totals.tolist()
@@ -59,23 +60,19 @@ class LossWeights:
         """Rows of the batches of all replicas."""
         return int(self._totals[0])
 
-    def scales(self, microbatch: int) -> tuple[float, ...] | None:
-        """What each term of a head with several counts for, relative to the rows; ``None`` for another head.
-
-        Raises:
-            ValueError: The batch does not hold the labels of all terms.
-        """
+    def scales(self, microbatch: int) -> Scales | None:
+        """What each term of a head with several counts for, relative to the rows; ``None`` for another head."""
         if not self._has_terms:
             return None
-        if not all(self._totals[2:]):
-            raise ValueError(
-                "The model's head adds several means, which are weighed by the labels in the batch, and the batch does"
-                f" not hold labels for all of them under the names of the head's arguments. {_HOOK}"
-            )
-        rows, _, *terms = (
-            counts[microbatch] / (total or 1.0) for counts, total in zip(self._counts, self._totals, strict=True)
+        rows = self._counts[0][microbatch] / self._totals[0]
+        return tuple(
+            None if count is None else count / (total or 1.0) / rows
+            for count, total in zip(self._labels(microbatch), self._totals[2:], strict=True)
         )
-        return tuple(term / rows for term in terms)
+
+    def _labels(self, microbatch: int) -> list[int | None]:
+        """Over how many things each mean of the head is taken by the labels in the batch."""
+        return [counts[microbatch] for counts in self._counted]
 
     def share(self, microbatch: int, *, own_loss: bool, head: HeadCall) -> float:
         """What a microbatch's loss counts for; over all microbatches of all replicas the shares add up to 1.
@@ -86,18 +83,31 @@ class LossWeights:
             head: The head's call.
 
         Raises:
-            ValueError: The batch holds labels to be ignored, and nothing says how the loss counts them.
+            ValueError: The batch holds labels to be ignored, and nothing says how the loss counts them; or the step
+                gave other labels than the batch's to a head that adds several means.
         """
         if self._has_hook:
             return self._counts[1][microbatch] / (self._totals[1] or 1.0)
         if own_loss and head.count is not None:
             return head.count / (self._totals[2] or self._totals[0])
-        if not self._has_terms and (head.ignores or any(map(holds_ignored, self._leaves[microbatch]))):
+        if head.counts:
+            self._check_terms(microbatch, head.counts)
+        elif head.ignores or any(map(holds_ignored, self._leaves[microbatch])):
             raise ValueError(
                 f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
                 f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
         return self._counts[0][microbatch] / self._totals[0]
+
+    def _check_terms(self, microbatch: int, given: tuple[int | None, ...]) -> None:
+        """Refuses terms that were weighed by other labels than those that they were computed from."""
+        for count, counted in zip(given, self._labels(microbatch), strict=True):
+            if count is not None and count != counted:
+                raise ValueError(
+                    "The model's head adds several means, which are weighed by the labels in the batch, but the step"
+                    f" gave it labels of which {count} count where those in the batch say {counted}. Make the labels in"
+                    f" the data loader, or: {_HOOK}"
+                )
 
 
 def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:

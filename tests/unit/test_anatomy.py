@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2Model
+from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2Model, OPTConfig, OPTForCausalLM
 
 from lightning_chimera.partition.anatomy import find_anatomy
 from lightning_chimera.partition.heads import LabelCount
@@ -47,6 +47,15 @@ def test_a_module_without_a_model_that_can_be_cut_is_refused_with_the_known_ones
         find_anatomy(module)
     with pytest.raises(ValueError, match="holds no HuggingFace model"):
         find_anatomy(nn.Linear(1, 1))
+
+
+def test_blocks_left_out_at_random_are_refused() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleDict({"model": OPTForCausalLM(OPTConfig(num_hidden_layers=1, layerdrop=0.1))})
+    with pytest.raises(
+        ValueError, match=r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"
+    ):
+        find_anatomy(module)
 
 
 def test_two_models_are_refused_by_their_names() -> None:

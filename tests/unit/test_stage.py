@@ -120,10 +120,10 @@ def test_rows_may_go_through_in_parts_while_the_step_runs_once(kind: str, cuts: 
     entering: list[Tensor | None] = [None, None]
     for stage in range(runner.num_stages):
 
-        def through(given: dict[str, Any], shape: torch.Size, part: Any) -> Tensor:
-            assert shape == (4, 6, 8)
+        def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Any) -> Tensor:
+            assert (rows, shape) == (4, (4, 6, 8))
             halves = [cut(given, 4, start, start + 2) for start in (0, 2)]
-            entering[:] = [part(rows, hidden) for rows, hidden in zip(halves, entering, strict=True)]
+            entering[:] = [part(half, hidden) for half, hidden in zip(halves, entering, strict=True)]
             return torch.cat(entering)
 
         passage = runner.run_whole(stage, step, through=through, reseed=lambda _layer: None)

@@ -67,10 +67,27 @@ def test_each_term_of_a_head_is_weighed_by_its_own_count(alone: Any) -> None:
     # Half of the rows: a term counts for twice its share of the labels.
     assert weights.scales(0) == (2 * 4 / 8, 2 * 2 / 3)
     assert weights.scales(1) == (2 * 4 / 8, 2 * 1 / 3)
-    assert [weights.share(number, own_loss=True, head=HeadCall()) for number in range(2)] == [1 / 2, 1 / 2]
+    counts = ((4, 2), (4, 1))
+    assert [weights.share(n, own_loss=True, head=HeadCall(counts=counts[n])) for n in range(2)] == [1 / 2, 1 / 2]
 
 
-def test_a_head_of_several_terms_needs_all_labels_in_the_batch(alone: Any) -> None:
-    weights = LossWeights(split({"labels": LABELS}, 2), HEAD_LOSSES["BertForPreTraining"], None, alone)
-    with pytest.raises(ValueError, match=r"adds several means.*does not hold labels for all of them"):
-        weights.scales(0)
+def test_a_term_without_any_label_counts_nothing_and_one_without_labels_in_the_batch_has_no_weight(alone: Any) -> None:
+    head = HEAD_LOSSES["BertForPreTraining"]
+    assert LossWeights(split({"labels": LABELS}, 2), head, None, alone).scales(0) == (2 * 4 / 8, None)
+    nowhere = {"labels": LABELS, "next_sentence_label": torch.full((4,), -100)}
+    assert LossWeights(split(nowhere, 2), head, None, alone).scales(0) == (2 * 4 / 8, 0.0)
+
+
+def test_terms_computed_from_other_labels_than_the_batchs_are_refused(alone: Any) -> None:
+    batch = {"labels": LABELS, "next_sentence_label": torch.tensor([1, 0, -100, 1])}
+    weights = LossWeights(split(batch, 2), HEAD_LOSSES["BertForPreTraining"], None, alone)
+    assert weights.share(0, own_loss=True, head=HeadCall(counts=(4, 2))) == 1 / 2
+    assert weights.share(0, own_loss=True, head=HeadCall(counts=(4, None))) == 1 / 2
+    with pytest.raises(ValueError, match=r"labels of which 3 count where those in the batch say 4"):
+        weights.share(0, own_loss=True, head=HeadCall(counts=(3, 2)))
+
+
+def test_an_own_loss_of_a_head_with_several_terms_is_refused_where_labels_are_ignored(alone: Any) -> None:
+    weights = LossWeights(split(BATCH, 2), HEAD_LOSSES["BertForPreTraining"], None, alone)
+    with pytest.raises(ValueError, match="labels hold -100"):
+        weights.share(0, own_loss=False, head=HeadCall())
