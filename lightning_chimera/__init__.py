@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_chimera.partition.anatomy import Family, register_family
     from lightning_chimera.strategy import ChimeraStrategy
 
-__all__ = ["ChimeraStrategy"]
+__all__ = ["ChimeraStrategy", "Family", "register_family"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the strategy, and with it transformers, only when it is used."""
+    """Loads the public names, and with them transformers, only when they are used."""
     if name == "ChimeraStrategy":
         from lightning_chimera.strategy import ChimeraStrategy
 
         return ChimeraStrategy
+    if name in ("Family", "register_family"):
+        from lightning_chimera.partition import anatomy
+
+        return getattr(anatomy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -52,9 +52,7 @@ def test_a_module_without_a_model_that_can_be_cut_is_refused_with_the_known_ones
 def test_blocks_left_out_at_random_are_refused() -> None:
     with torch.device("meta"):
         module = nn.ModuleDict({"model": OPTForCausalLM(OPTConfig(num_hidden_layers=1, layerdrop=0.1))})
-    with pytest.raises(
-        ValueError, match=r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"
-    ):
+    with pytest.raises(ValueError, match=r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"):
         find_anatomy(module)
 
 
