@@ -296,8 +296,11 @@ class StageRunner:
             passage.called = True
             given = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
             self._refuse_inner_outputs(given)
-            if "use_cache" in self._signature.parameters:
-                given["use_cache"] = False  # GPT-2 would build a cache of keys and values even in training
+            # Most models would build a cache of keys and values even in training. It stays where it has an effect:
+            # without one, and without a mask, position ids that start anew mean several texts in a row.
+            is_packed = given.get("position_ids") is not None and given.get("attention_mask") is None
+            if "use_cache" in self._signature.parameters and not is_packed:
+                given["use_cache"] = False
             return walk(forward, given)
 
         return once

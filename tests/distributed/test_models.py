@@ -224,7 +224,8 @@ class OwnHead(Wrapped):
 
     def __init__(self, base: str) -> None:
         super().__init__(make_model(base), 0.5)
-        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        width = getattr(self.model.config, "word_embed_proj_dim", WIDTH)
+        self.head = nn.Sequential(nn.Linear(width, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
     def step(self, batch: Row) -> tuple[Tensor, Tensor]:
         labels = batch.pop("labels")
@@ -396,6 +397,8 @@ MORE_FEATURES = [
     ),
     Case("Qwen2ForCausalLM", "causal", WINDOWS, batch="layers"),
     replace(GPT2, batch="packed"),
+    replace(GPT2, batch="packed", options=options(use_cache=False)),
+    Case("LlamaForCausalLM", "causal", options(use_cache=False), batch="packed"),
     replace(GPT2, trains=("h.0.", "h.1.", "h.3.", "ln_f")),  # one stage of four is frozen
     replace(GPT2, trains=("h.1.", "h.2.")),
     replace(BERT, trains=("embeddings",), options=UNTIED),
@@ -467,7 +470,7 @@ def layerdrop(cell: Cell) -> Experiment:
 
 
 def unknown(cell: Cell) -> Experiment:
-    return Case("GPTNeoForCausalLM", "causal")(cell)
+    return Case("ElectraForMaskedLM", "masked")(cell)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +481,7 @@ def unknown(cell: Cell) -> Experiment:
         (other_labels, r"the step gave it labels of which \d+ count where those in the batch say \d+"),
         (counts_itself, "gives num_items_in_batch to the model, whose loss is then not the mean over its labels"),
         (layerdrop, r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"),
-        (unknown, r"holds the HuggingFace models .*GPTNeoModel.*must contain exactly one of.*register_family"),
+        (unknown, r"holds the HuggingFace models .*ElectraModel.*must contain exactly one of.*register_family"),
     ],
 )
 def test_what_cannot_be_cut_or_weighed_is_refused_by_name(world: World, make: Any, message: str) -> None:

@@ -101,6 +101,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def _token_loss(logits: Tensor, labels: Tensor, _config: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def make_model(name: str, **options: Any) -> hf.PreTrainedModel:
     """A small model of a HuggingFace class, as precise as its parameters.
 
@@ -118,6 +122,8 @@ def make_model(name: str, **options: Any) -> hf.PreTrainedModel:
     )
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         model.loss_function = causal_loss
+    elif name.endswith("ForTokenClassification"):
+        model.loss_function = _token_loss
     for module in list(model.modules()):
         for key, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
