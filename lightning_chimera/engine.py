@@ -322,10 +322,10 @@ class Engine:
         call = Call(step, batch.context, batch.key)
         with self._stepping():
             result = self.pipeline.evaluate(batch.data, call, self.layout.num_microbatches)
-        shared: tuple[Any, Any] = self._share((result, before.changes(self.module)))
+        result, changes = move_data_to_device(self._share((result, before.changes(self.module))), self.device)
         if not self.topology.is_leader:
-            before.apply(self.module, move_data_to_device(shared[1], self.device))
-        return shared[0], calls
+            before.apply(self.module, changes)
+        return result, calls
 
     # -------------------------------------------------------------------------------------------------- the rest
 

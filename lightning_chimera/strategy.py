@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
@@ -43,13 +42,12 @@ from lightning_chimera.checks import (
     check_trainer,
 )
 from lightning_chimera.engine import Batch, Engine, Layout
-from lightning_chimera.launch import ScriptLauncher
+from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
 from lightning_chimera.runtime.batches import Ending, GroupLoader
-from lightning_chimera.runtime.pipeline import Pipeline
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
@@ -215,7 +213,7 @@ class ChimeraStrategy(ParallelStrategy):
                 self._check_module, self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = FunctionLauncher(self._check_module, self, self._start_method)
 
     def _check_module(self, module: LightningModule) -> None:
         """Refuses what can't be trained, before a process is started for it."""
@@ -423,10 +421,6 @@ class ChimeraStrategy(ParallelStrategy):
     def peak_activations(self) -> int:
         """Most stage activations that this rank held at one time in the last training step."""
         return self.engine.pipeline.peak_activations
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        return self.engine.pipeline
 
     @property
     def _groups(self) -> Groups | None:
