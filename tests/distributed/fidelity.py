@@ -92,6 +92,11 @@ class Cell:
         return "-".join(parts)
 
 
+def label(value: Any) -> str | None:
+    """The id of a test's argument: cells say what they are, functions and classes have names."""
+    return str(value) if isinstance(value, Cell) else None
+
+
 @dataclass
 class Experiment:
     """What is trained.
