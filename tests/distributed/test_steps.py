@@ -228,6 +228,26 @@ def test_a_stage_may_be_frozen(world: World, make: Make, cell: Cell) -> None:
     assert same == frozen != set()
 
 
+class MadeLate(LanguageModule):
+    """Makes its model when the Trainer asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = make_model("gpt2")
+
+
+def test_a_model_may_be_made_in_configure_model(world: World) -> None:
+    plain = train_plainly(world, CHIMERA.reference, MadeLate)
+    for seen in world.run(train, CHIMERA, MadeLate, size=4):
+        assert seen.after.keys() == plain.after.keys()
+        torch.testing.assert_close(seen.after, plain.after, rtol=1e-9, atol=1e-12)
+
+
 class Checkpointed(LanguageModule):
     def __init__(self) -> None:
         super().__init__()
