@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertModel
+from transformers import BertForPreTraining, BertModel, GPT2ForSequenceClassification
 
 from .fidelity import STEPS, Cell, Experiment, Make, check, same_changes, train, train_plainly, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
@@ -193,6 +193,48 @@ def test_own_parameters_and_a_loss_by_rows_train_alike(world: World, cell: Cell)
         assert set().union(*step) == never_used  # and so weight decay leaves them alone
     for name in never_used:
         assert torch.equal(ranks[0].before[name], ranks[0].after[name])
+
+
+class Classifier(LanguageModule):
+    """HuggingFace's own head for rows, whose loss is a mean over the rows."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        config = make_model("gpt2").config
+        config.pad_token_id, config.num_labels = 0, 3
+        self.model = GPT2ForSequenceClassification(config)
+
+
+def classifier(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        row["labels"] = torch.tensor(number % 3)
+    return usual(cell, Classifier(), rows, gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_a_head_for_rows_trains_alike(world: World, cell: Cell) -> None:
+    check(world, cell, classifier)
+
+
+class PreTraining(LanguageModule):
+    """Two losses in one, over masked tokens and over rows."""
+
+    def __init__(self) -> None:
+        super().__init__("bert", blocks=1)
+        self.model = BertForPreTraining(make_model("bert").config)
+
+
+def pre_training(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        row["next_sentence_label"] = torch.tensor(number % 2)
+    return usual(cell, PreTraining(), rows)
+
+
+def test_a_loss_with_two_denominators_is_refused(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"microbatch_weight\(self, batch\)"):
+        world.run(train, BERT, pre_training, size=4)
 
 
 class Frozen(LanguageModule):
