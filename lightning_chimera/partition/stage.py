@@ -75,14 +75,23 @@ class Passage:
     called: bool = False
 
 
+@dataclass
+class _Convention:
+    """How the blocks of this version of a model return their hidden states: alone, or first in a tuple."""
+
+    is_tuple: bool = False
+
+
 class _Transparent:
     """A block of another stage: lets the hidden states through, and answers as the block where it is asked."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, convention: _Convention) -> None:
         self.block = block
+        self.convention = convention
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else kwargs["hidden_states"]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if self.convention.is_tuple else hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
@@ -95,10 +104,11 @@ class _Block:
     the checkpoint function.
     """
 
-    def __init__(self, block: Callable[..., Any], layer: int, reseed: Reseed) -> None:
+    def __init__(self, block: Callable[..., Any], layer: int, reseed: Reseed, convention: _Convention) -> None:
         self.block = block
         self.layer = layer
         self.reseed = reseed
+        self.convention = convention
         self.entered: Tensor | None = None
         self.after: Callable[[Tensor], None] | None = None
 
@@ -110,6 +120,7 @@ class _Block:
                 kwargs["hidden_states"] = self.entered
         self.reseed(self.layer)
         output = self.block(*args, **kwargs)
+        self.convention.is_tuple = isinstance(output, tuple)
         if self.after is not None:
             self.after(output[0] if isinstance(output, tuple) else output)
         return output
@@ -131,7 +142,8 @@ class StageRunner:
         self.cuts = tuple(cuts)
         self._container, self._attribute = anatomy.container()
         self._blocks = anatomy.blocks()
-        self._transparent = [_Transparent(block) for block in self._blocks]
+        self._convention = _Convention()
+        self._transparent = [_Transparent(block, self._convention) for block in self._blocks]
         self._stand_ins = {name: stand_in for name, stand_in in anatomy.family.prologue.items() if stand_in is not None}
         self._signature = inspect.signature(anatomy.base.forward)
         self._head_signature = inspect.signature(anatomy.top.forward)
@@ -216,7 +228,7 @@ class StageRunner:
             if not is_last:
                 raise StageExit(hidden)
             # The blocks are done: all of them are transparent, and the last hands in what came out of them.
-            enter = _Block(self._transparent[-1], self.anatomy.num_layers - 1, reseed)
+            enter = _Block(self._transparent[-1], self.anatomy.num_layers - 1, reseed, self._convention)
             enter.entered = hidden
             return self._forward(stage, forward, given, hidden, [*self._transparent[:-1], enter])
 
@@ -321,7 +333,7 @@ class StageRunner:
         transparent.
         """
         own = self.blocks_of(stage)
-        placed = [_Block(self._blocks[index], 1 + index, reseed) for index in own]
+        placed = [_Block(self._blocks[index], 1 + index, reseed, self._convention) for index in own]
         placed[0].entered = entered
         placed[-1].after = _leave if leaves else lambda _hidden: reseed(self.anatomy.num_layers - 1)
         return [*self._transparent[: own.start], *placed, *self._transparent[own.stop :]]

@@ -73,7 +73,7 @@ def run(
     """
     L.seed_everything(0, verbose=False)
     plain = module == "LanguageModule"
-    lightning_module = LanguageModule(blocks=blocks) if plain else globals()[module]()
+    lightning_module = LanguageModule(exact=False, blocks=blocks) if plain else globals()[module]()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
