@@ -381,10 +381,13 @@ class Engine:
         finally:
             self.ownership.empty(filled)
 
-    def make_whole(self) -> None:
-        """Gives every rank the whole module again, on the CPU."""
+    def make_whole(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Gives every rank the whole module again, on the CPU, and its parameters to the optimizers."""
         cpu = torch.device("cpu")
-        self.ownership.fill(checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, cpu))
+        values = checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, cpu)
+        filled = self.ownership.fill(values)
+        for optimizer in optimizers:
+            self.ownership.give(optimizer, filled)
         self.is_cut = False
         self.module.cpu()
 

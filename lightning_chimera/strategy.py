@@ -40,6 +40,7 @@ from lightning_chimera.checks import (
     check_sizes,
     check_timeout,
     check_trainer,
+    one_optimizer,
 )
 from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
@@ -259,7 +260,8 @@ class ChimeraStrategy(ParallelStrategy):
         self._cut(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with one_optimizer():
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             for optimizer in self.optimizers:
                 self.engine.ownership.adopt(optimizer)
@@ -514,7 +516,7 @@ class ChimeraStrategy(ParallelStrategy):
         if module is not None and engine is not None:
             has_failed = module._trainer is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
             if engine.is_cut and not has_failed:
-                engine.make_whole()
+                engine.make_whole(self.optimizers)
             engine.release()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))

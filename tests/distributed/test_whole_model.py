@@ -70,7 +70,10 @@ def penalizes(cell: Cell) -> Experiment:
     ("make", "message"),
     [
         (penalizes, r"pow\(\) was called on a parameter that another rank.*full_parameters\(\).*weight_decay"),
-        (AveragesWeights, r"was called on a parameter that another rank.*trainer\.strategy\.full_parameters\(\)"),
+        (
+            AveragesWeights,
+            r"cpu\(\) was called on a parameter that another rank.*trainer\.strategy\.full_parameters\(\)",
+        ),
     ],
 )
 def test_numbers_of_a_part_elsewhere_are_an_error_that_names_the_way(world: World, make: Make, message: str) -> None:
