@@ -1,7 +1,8 @@
 """What is refused, and how it is said: what was given, the rule, what to change."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -148,17 +149,30 @@ def check_trainer(precision: Precision, *, sync_batchnorm: bool) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses several optimizers, and those that call the step more than once.
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Says what to do instead where Lightning refuses several optimizers: its own advice is refused here as well.
 
     Raises:
-        MisconfigurationException: There are some.
+        MisconfigurationException: There are several.
     """
-    if len(optimizers) > 1:
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
         raise MisconfigurationException(
-            f"configure_optimizers returned {len(optimizers)} optimizers. A pipeline trains with one: give it several"
-            " parameter groups instead, each with its own learning rate and options."
-        )
+            "configure_optimizers returned several optimizers. A pipeline trains with one: give it several parameter"
+            " groups instead, each with its own learning rate and options."
+        ) from None
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers that call the step more than once.
+
+    Raises:
+        MisconfigurationException: There is one.
+    """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
             "LBFGS evaluates the step several times per optimizer step, which a pipeline does not support."

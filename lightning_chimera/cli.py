@@ -41,6 +41,9 @@ Microbatches = Annotated[
 CostsText = Annotated[str, typer.Option("--costs", help="Time of a forward and a backward as F:B, or as F:I:W.")]
 Latency = Annotated[float, typer.Option(help="Time from the end of an action until another rank has its output.")]
 
+_MAX_CELLS = 20_000
+"""Bound on stages x microbatches, which keeps every command within seconds."""
+
 _STYLES = {Kind.FORWARD: ("bold blue", "cyan"), Kind.BACKWARD: ("bold red", "yellow")}
 """The colour of a kind in down pipes and in up pipes."""
 
@@ -174,6 +177,11 @@ def _build(names: list[str], stages: int, microbatches: int | None) -> list[Sche
     """Return the schedules, all with the same number of microbatches so that they do the same work."""
     if microbatches is None:
         microbatches = max(default_num_microbatches(name, stages) for name in names)
+    if stages * microbatches > _MAX_CELLS:
+        raise ValueError(
+            f"{stages} stages x {microbatches} microbatches are more than anyone can look at: draw at most"
+            f" {_MAX_CELLS:,} of them. Use fewer stages or microbatches."
+        )
     return [get_family(name).build(stages, microbatches) for name in names]
 
 

@@ -24,7 +24,7 @@ from lightning_chimera import checkpoint
 from lightning_chimera.checks import check_built
 from lightning_chimera.notes import Notes, cut_lists, list_lengths
 from lightning_chimera.partition.ownership import Ownership
-from lightning_chimera.partition.stage import HeadCall, StageRunner
+from lightning_chimera.partition.stage import HeadCall, StageExit, StageRunner
 from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay
 from lightning_chimera.results import join
 from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm, one_scale
@@ -202,7 +202,11 @@ class Engine:
         def step(data: Any) -> Any:
             nonlocal calls
             with recording(self.module) as calls:
-                return self.module.training_step(data, *batch.args, **batch.kwargs)
+                try:
+                    return self.module.training_step(data, *batch.args, **batch.kwargs)
+                except StageExit:
+                    cut_lists(self.module, lengths)  # the last stage appends the same once more, and more
+                    raise
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
             loss = loss_of(result, self.module)
@@ -237,9 +241,9 @@ class Engine:
 
         for name in parts[0].grown:
             vars(self.module)[name].extend(joined([part.grown.get(name, []) for part in parts]))
-        return {"loss": joined([part.loss for part in parts])} | {
-            key: joined([part.extras[key] for part in parts]) for key in parts[0].extras
-        }
+        common = [key for key in parts[0].extras if all(key in part.extras for part in parts)]
+        extras = {key: joined([part.extras[key] for part in parts]) for key in common}
+        return {"loss": joined([part.loss for part in parts]), **extras}
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -322,10 +326,10 @@ class Engine:
         call = Call(step, batch.context, batch.key)
         with self._stepping():
             result = self.pipeline.evaluate(batch.data, call, self.layout.num_microbatches)
-        shared: tuple[Any, Any] = self._share((result, before.changes(self.module)))
+        result, changes = move_data_to_device(self._share((result, before.changes(self.module))), self.device)
         if not self.topology.is_leader:
-            before.apply(self.module, move_data_to_device(shared[1], self.device))
-        return shared[0], calls
+            before.apply(self.module, changes)
+        return result, calls
 
     # -------------------------------------------------------------------------------------------------- the rest
 
@@ -381,10 +385,13 @@ class Engine:
         finally:
             self.ownership.empty(filled)
 
-    def make_whole(self) -> None:
-        """Gives every rank the whole module again, on the CPU."""
+    def make_whole(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Gives every rank the whole module again, on the CPU, and its parameters to the optimizers."""
         cpu = torch.device("cpu")
-        self.ownership.fill(checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, cpu))
+        values = checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, cpu)
+        filled = self.ownership.fill(values)
+        for optimizer in optimizers:
+            self.ownership.give(optimizer, filled)
         self.is_cut = False
         self.module.cpu()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -73,7 +74,12 @@ def recording(module: LightningModule) -> Iterator[list[LogCall]]:
         options["reduce_fx"] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
         path = None
         if isinstance(value, Metric):
-            path = next(path for path, part in module.named_modules() if part is value)
+            path = next((path for path, part in module.named_modules() if part is value), None)
+            if path is None:
+                raise ValueError(
+                    f"self.log({name!r}, ...) got a {type(value).__name__} that is no attribute of the module. Make it"
+                    " one in __init__, so that every rank knows it."
+                )
             value.__dict__.pop(_PASSIVE, None)
             value = value._forward_cache
         tensor = None if value is None else torch.as_tensor(value).detach().clone()
@@ -177,7 +183,8 @@ class MetricSync:
     def _sync(self, metric: Metric) -> Any:
         def sync(*_args: Any, **_kwargs: Any) -> None:
             active = metric._update_count > 0 and not metric.__dict__.get(_PASSIVE, False)
-            own = {name: getattr(metric, name) for name in metric._reductions} if active else None
+            state = {name: getattr(metric, name) for name in metric._reductions}
+            own = move_data_to_device(state, torch.device("cpu")) if active else None
             gathered: list[Any] = [None] * dist.get_world_size(self._world)
             dist.all_gather_object(gathered, own, group=self._world)
             states = [state for state in gathered if state is not None]

@@ -22,7 +22,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
@@ -41,15 +40,15 @@ from lightning_chimera.checks import (
     check_sizes,
     check_timeout,
     check_trainer,
+    one_optimizer,
 )
 from lightning_chimera.engine import Batch, Engine, Layout
-from lightning_chimera.launch import ScriptLauncher
+from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
 from lightning_chimera.runtime.batches import Ending, GroupLoader
-from lightning_chimera.runtime.pipeline import Pipeline
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
@@ -215,7 +214,7 @@ class ChimeraStrategy(ParallelStrategy):
                 self._check_module, self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+            self._launcher = FunctionLauncher(self._check_module, self, self._start_method)
 
     def _check_module(self, module: LightningModule) -> None:
         """Refuses what can't be trained, before a process is started for it."""
@@ -261,7 +260,8 @@ class ChimeraStrategy(ParallelStrategy):
         self._cut(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with one_optimizer():
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             for optimizer in self.optimizers:
                 self.engine.ownership.adopt(optimizer)
@@ -425,10 +425,6 @@ class ChimeraStrategy(ParallelStrategy):
         return self.engine.pipeline.peak_activations
 
     @property
-    def _pipeline(self) -> Pipeline:
-        return self.engine.pipeline
-
-    @property
     def _groups(self) -> Groups | None:
         return None if self._engine is None else self._engine.groups
 
@@ -520,7 +516,7 @@ class ChimeraStrategy(ParallelStrategy):
         if module is not None and engine is not None:
             has_failed = module._trainer is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
             if engine.is_cut and not has_failed:
-                engine.make_whole()
+                engine.make_whole(self.optimizers)
             engine.release()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -5,6 +5,7 @@ arguments. torch is imported after Hydra has read them: `--help` and a misspelt 
 """
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,17 +53,28 @@ def run(config: DictConfig) -> float | None:
     callbacks.append(LambdaCallback(on_validation_end=keep_loss))
     logger = instantiate(config.logger, _convert_="all") if config.logger else False
     trainer = instantiate(config.trainer, logger=logger, callbacks=callbacks, _convert_="all")
-    # Strategies that start processes do this by themselves: with it, the batches come in one order under all of them.
-    L.seed_everything(config.seed, workers=True, verbose=False)
     try:
+        if "LOCAL_RANK" not in os.environ:
+            _try_out(config, datamodule)
+        # Some strategies that start processes do this themselves: with it, the batches come in one order under all.
+        L.seed_everything(config.seed, workers=True, verbose=False)
         trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
-    except (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
         if trainer.global_step > 0:
             raise
         raise CompactHydraException(f"{type(error).__name__}: {error}") from error
     if trainer.is_global_zero:
         _print_summary(trainer, losses, Path(config.paths.output_dir))
     return losses[-1] if losses else None
+
+
+def _try_out(config: DictConfig, datamodule: "L.LightningDataModule") -> None:
+    """Finds mistakes in the data's and the optimizer's options before other processes are started for them."""
+    import torch
+    from hydra.utils import instantiate
+
+    instantiate(config.optimizer, _convert_="all")([torch.nn.Parameter(torch.zeros(()))])
+    datamodule.prepare_data()
 
 
 def _leave_logging_to_hydra() -> None:

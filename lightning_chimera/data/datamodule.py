@@ -239,10 +239,10 @@ class MaskedLMDataModule(LanguageModelingDataModule):
             The pieces, as `input_ids`, `attention_mask` and `labels`.
         """
         rows = self.make_train_rows(tokenizer, texts)
-        mask = DataCollatorForLanguageModeling(
-            tokenizer, mlm_probability=self.mlm_probability, seed=_VALIDATION_MASK_SEED
-        )
-        return TokenRows(mask([rows[index] for index in range(len(rows))]))
+        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=self.mlm_probability)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(_VALIDATION_MASK_SEED)
+            return TokenRows(mask([rows[index] for index in range(len(rows))]))
 
     def train_collate(self) -> Callable[[list[Any]], Any]:
         """Returns HuggingFace's collator, which masks a batch."""

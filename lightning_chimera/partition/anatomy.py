@@ -139,11 +139,10 @@ def find_anatomy(module: nn.Module) -> Anatomy:
     found = [(name, part) for name, part in module.named_modules() if type(part).__name__ in FAMILIES]
     if not found:
         models = sorted({type(part).__name__ for part in module.modules() if isinstance(part, PreTrainedModel)})
-        inside = f"the HuggingFace models {', '.join(models)}" if models else "no HuggingFace model"
+        inside = f"the HuggingFace models {', '.join(models)}, none of which" if models else "no HuggingFace model that"
         raise ValueError(
-            f"{type(module).__name__} holds {inside}, and no model that can be cut into pipeline stages."
-            f" The model must contain exactly one of: {known}."
-            " lightning_chimera.register_family makes another known, if its blocks are one list."
+            f"{type(module).__name__} holds {inside} can be cut into pipeline stages. It must contain exactly one of:"
+            f" {known}; lightning_chimera.register_family makes another architecture known."
         )
     if len(found) > 1:
         names = ", ".join(f"{name!r} ({type(part).__name__})" for name, part in found)

@@ -53,8 +53,8 @@ def balance(costs: Sequence[int], num_stages: int, *, paired: bool = False) -> t
     num_blocks = len(costs) - 2
     if not 1 <= num_stages <= num_blocks:
         raise ValueError(
-            f"A model of {num_blocks} blocks can't be cut into {num_stages} stages: each needs at least one block. Use"
-            f" at most {num_blocks} stages (devices x num_nodes, or num_stages)."
+            f"{num_blocks} block{'s' * (num_blocks != 1)} can't be cut into {num_stages} stages: each stage needs at"
+            f" least one block. Use at most {num_blocks} stages (devices x num_nodes, or num_stages)."
         )
     blocks = list(costs[1:-1])
     blocks[0] += costs[0]

@@ -103,6 +103,12 @@ class Ownership:
         self.holders |= {parameter: self.holders[placeholder] for placeholder, parameter in real.items()}
         return {parameter: placeholder for placeholder, parameter in real.items()}
 
+    def give(self, optimizer: Optimizer, filled: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Exchanges placeholders in an optimizer for what ``fill`` has put in their places, for good."""
+        real = {placeholder: parameter for parameter, placeholder in filled.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [real.get(parameter, parameter) for parameter in group["params"]]
+
     def empty(self, filled: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Takes back what ``fill`` has done."""
         self._replace(filled)

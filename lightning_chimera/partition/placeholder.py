@@ -10,7 +10,6 @@ _HARMLESS = {
     function.__name__
     for function in (
         Tensor.copy_,  # of a checkpoint into a module that is cut: nothing to do here
-        Tensor.detach,
         Tensor.dim,
         Tensor.element_size,
         Tensor.is_complex,
@@ -29,7 +28,7 @@ _HARMLESS = {
         torch.is_floating_point,
         torch.numel,
     )
-} | {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "__reduce_ex__", "__deepcopy__"}
+} | {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "__reduce_ex__"}
 
 
 class Placeholder(nn.Parameter):
@@ -58,6 +57,21 @@ class Placeholder(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         """This rank's device."""
         return self.rank_device
+
+    def detach(self) -> "Placeholder":
+        """Itself without a gradient; its numbers are missing as before."""
+        detached = Placeholder(self, self.rank_device)
+        detached.requires_grad_(False)
+        return detached
+
+    @property
+    def data(self) -> "Placeholder":  # type: ignore[override]
+        """As ``detach``."""
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
+        copied = memo[id(self)] = Placeholder(self, self.rank_device)
+        return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is instead of numbers."""

@@ -7,17 +7,16 @@ the user's own order; samplers are never replaced.
 
 import copy
 import enum
-import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_chimera.runtime.packing import Broadcast
+from lightning_chimera.runtime.randomness import States, get_states, set_states
 from lightning_chimera.runtime.topology import Groups, Topology
 
 
@@ -188,7 +187,7 @@ class _ReplicaBatchSampler:
         self._groups = groups
 
     def __iter__(self) -> Iterator[Any]:
-        states = [_states()]
+        states = [get_states()]
         dist.broadcast_object_list(states, 0, group=self._groups.leaders)
         shared = _Generators(states[0])
         with shared:
@@ -209,27 +208,16 @@ class _ReplicaBatchSampler:
         return {key: value for key, value in self.__dict__.items() if key != "_groups"}
 
 
-def _states() -> tuple[Any, Any, Any]:
-    """The states of the global generators on the CPU: torch, numpy, random."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
-
-
 class _Generators:
     """Global generators of another epoch, put in force for a while and carried on from where they were left."""
 
-    def __init__(self, states: tuple[Any, Any, Any]) -> None:
+    def __init__(self, states: States) -> None:
         self._inside = states
 
     def __enter__(self) -> None:
-        self._outside = _states()
-        _set_states(self._inside)
+        self._outside = get_states()
+        set_states(self._inside)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _states()
-        _set_states(self._outside)
+        self._inside = get_states()
+        set_states(self._outside)

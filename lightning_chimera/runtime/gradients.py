@@ -64,32 +64,25 @@ class GradientSync:
             parameter.grad = total.view_as(parameter) if count else None
 
 
-def total_norm(
-    parameters: Iterable[nn.Parameter], ownership: Ownership, group: ProcessGroup, norm_type: float
-) -> Tensor:
+def total_norm(parameters: Iterable[nn.Parameter], ownership: Ownership, group: ProcessGroup) -> Tensor:
     """Norm of the gradients of the whole model, each parameter counted once, bitwise equal on all ranks.
 
     Args:
         parameters: The parameters to look at; those without a gradient on this rank count elsewhere or not at all.
         ownership: Who counts what.
         group: All ranks, on the CPU.
-        norm_type: 2.0, another p, or ``inf``.
     """
     own = [
         parameter.grad
         for parameter in parameters
         if parameter.grad is not None and ownership.owner(parameter) == ownership.rank
     ]
-    norms = torch.zeros(1, dtype=torch.float64)
+    squares = torch.zeros((), dtype=torch.float64)
     if own:
-        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in own]).double().cpu()
-    if norm_type == float("inf"):
-        total = norms.max()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
-    total = norms.pow(norm_type).sum()
-    dist.all_reduce(total, group=group)
-    return total.pow(1.0 / norm_type)
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in own])
+        squares = norms.double().square().sum().cpu()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 @contextmanager
@@ -135,8 +128,6 @@ def clip_by_norm(
     max_norm: float,
     ownership: Ownership,
     group: ProcessGroup,
-    *,
-    norm_type: float = 2.0,
 ) -> Tensor:
     """Scales all gradients by one factor so that the norm of the whole model's gradient is at most ``max_norm``.
 
@@ -144,6 +135,6 @@ def clip_by_norm(
         The norm before.
     """
     chosen = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(chosen, ownership, group, norm_type)
+    norm = total_norm(chosen, ownership, group)
     nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
     return norm

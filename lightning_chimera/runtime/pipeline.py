@@ -78,10 +78,6 @@ class Pipeline:
         """Runs the rows; it knows when the actions of the last one ran."""
         return self._executor
 
-    def schedule(self, num_microbatches: int) -> Schedule:
-        """The training schedule for a number of microbatches."""
-        return self._lowered(num_microbatches).schedule
-
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall) -> None:
         """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters."""
         work = _Training(self._runner, self._boundaries, microbatches, self._seed, call)
@@ -134,10 +130,11 @@ class _Training:
 
     def __post_init__(self) -> None:
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
+        self.settled: dict[int, Boundary] = {}
 
     def boundary(self, microbatch: int) -> Boundary | None:
-        """Shape and type of a microbatch's boundary tensors, once a batch of the same shapes has been seen."""
-        return self.boundaries.get(self.signatures[microbatch])
+        """Shape and type of a microbatch's boundary tensors, once it or one of the same shapes has been seen."""
+        return self.settled.get(microbatch) or self.boundaries.get(self.signatures[microbatch])
 
     def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Runs a stage and keeps what its backward needs."""
@@ -168,6 +165,10 @@ class _Training:
         Raises:
             RuntimeError: A microbatch of the same shapes had another one, which the other ranks still expect.
         """
+        self.settled[microbatch] = seen
+        # Nothing follows from a batch without tensors, and a single stage has no boundary.
+        if not any(self.signatures[microbatch]) or self.runner.num_stages == 1:
+            return seen
         known = self.boundaries.setdefault(self.signatures[microbatch], seen)
         if known != seen:
             raise RuntimeError(

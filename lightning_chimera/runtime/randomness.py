@@ -9,11 +9,13 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
 
-Key = tuple[int, ...]
+States = tuple[torch.Tensor, Any, Any]
+"""Of the generators of torch, numpy and random."""
 
 
 def mix(*key: int) -> int:
@@ -41,21 +43,24 @@ def keyed(*key: int) -> Iterator[None]:
     The states of the CPU generators are restored; that of an accelerator is not, since reading it would wait for the
     device, and no loader draws from it.
     """
-    with preserved():
-        seed = mix(*key)
-        _seed_torch(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        yield
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Puts the CPU generators back to where they were."""
-    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    states = get_states()
+    seed = mix(*key)
+    _seed_torch(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        set_states(states)
+
+
+def get_states() -> States:
+    """The states of the global generators on the CPU."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def set_states(states: States) -> None:
+    """Puts the global generators on the CPU to where they were."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])

@@ -92,6 +92,11 @@ class Cell:
         return "-".join(parts)
 
 
+def label(value: Any) -> str | None:
+    """The id of a test's argument: cells say what they are, functions and classes have names."""
+    return str(value) if isinstance(value, Cell) else None
+
+
 @dataclass
 class Experiment:
     """What is trained.
@@ -206,7 +211,8 @@ def usual(cell: Cell, module: L.LightningModule, rows: list[Row] | None = None, 
 
 def language_model(cell: Cell) -> Experiment:
     """The training of the whole matrix."""
-    module = LanguageModule(cell.model, tied=cell.tied, attention=cell.attention)
+    exact = cell.precision == "64-true"
+    module = LanguageModule(cell.model, exact=exact, tied=cell.tied, attention=cell.attention)
     return usual(cell, module, usual_rows(cell, padded=cell.padded))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lightning_chimera
+from lightning_chimera.schedules import forward_only, gpipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,6 +25,14 @@ class Manual(LanguageModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class TwoOptimizers(LanguageModule):
+    def configure_optimizers(self) -> Any:
+        halves = [], []
+        for name, parameter in self.named_parameters():
+            halves["bias" in name].append(parameter)
+        return [torch.optim.SGD(half, lr=0.1) for half in halves]
 
 
 class Unknown(LanguageModule):
@@ -53,12 +62,23 @@ class RaisesBeforeTheModel(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
+SCHEDULES: dict[str, Any] = {
+    "for more ranks": lambda stages, microbatches: gpipe(stages + 1, microbatches),
+    "for more microbatches": lambda stages, microbatches: gpipe(stages, microbatches + 1),
+    "nothing": lambda stages, microbatches: None,
+    "a value for 4 ranks": gpipe(4, 4),
+    "a value without backward": forward_only(2, 4),
+}
+"""Schedules that are no names, by what they are."""
+
+
 def run(
     folder: str | None = None,
     module: str = "LanguageModule",
     strategy: str = "chimera",
     devices: int = 2,
     blocks: int = 4,
+    schedule: str | None = None,
     **options: Any,
 ) -> None:
     """Trains, and writes what each process has in the end.
@@ -69,11 +89,14 @@ def run(
         strategy: Its registered name, used where no options are given.
         devices: Number of processes.
         blocks: Blocks of the model.
+        schedule: As in ``ChimeraStrategy``, or a key of ``SCHEDULES``.
         **options: Options of ``ChimeraStrategy``.
     """
     L.seed_everything(0, verbose=False)
+    if schedule is not None:
+        options["schedule"] = SCHEDULES.get(schedule, schedule)
     plain = module == "LanguageModule"
-    lightning_module = LanguageModule(blocks=blocks) if plain else globals()[module]()
+    lightning_module = LanguageModule(exact=False, blocks=blocks) if plain else globals()[module]()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,

@@ -223,15 +223,25 @@ def test_a_batch_without_a_partner_is_left_out_of_training(world: World) -> None
 
 
 def several_epochs(cell: Cell) -> Experiment:
-    loader = make_loader(make_rows("gpt2", 5 * cell.batch_size), cell.batch_size)
+    loader = make_loader(make_rows("gpt2", 5 * cell.replicas * ROWS), cell.batch_size)
     return Experiment(LanguageModule(), loader, {"limit_train_batches": 2, "max_epochs": 3, "max_steps": -1})
+
+
+def less_than_a_window(cell: Cell) -> Experiment:
+    loader = make_loader(make_rows("gpt2", 3 * cell.replicas * ROWS), cell.batch_size)
+    options = {"accumulate_grad_batches": 2, "max_epochs": 3, "max_steps": -1, "gradient_clip_val": 0.05}
+    return Experiment(LanguageModule(), loader, options)
 
 
 def less_than_a_batch(cell: Cell) -> Experiment:
     return Experiment(LanguageModule(), make_loader(make_rows("gpt2", 3), ROWS), {"max_epochs": 2, "max_steps": -1})
 
 
-@pytest.mark.parametrize(("cell", "make"), [(REPLICAS, several_epochs), (CHIMERA, less_than_a_batch)], ids=str)
+@pytest.mark.parametrize(
+    ("cell", "make"),
+    [(REPLICAS, several_epochs), (REPLICAS, less_than_a_window), (CHIMERA, less_than_a_batch)],
+    ids=str,
+)
 def test_short_epochs_train_alike(world: World, cell: Cell, make: Any) -> None:
     check(world, cell, make)
 
@@ -303,7 +313,7 @@ class NestedRows:
 
 
 def nested(cell: Cell) -> Experiment:
-    rows = numbered(10 * cell.batch_size - 3)
+    rows = numbered(10 * cell.replicas * ROWS - 3)
     return Experiment(Nested(), make_loader(rows, cell.batch_size, collate_fn=NestedRows()))
 
 

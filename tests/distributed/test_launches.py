@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON}
 def train_plainly() -> tuple[float, dict[str, Tensor]]:
     """What the script does, by one process."""
     torch.manual_seed(0)
-    module = LanguageModule()
+    module = LanguageModule(exact=False)
     trainer = make_trainer(PLAIN, max_epochs=1)
     trainer.fit(module, make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
     return float(trainer.callback_metrics["train_loss"]), dict(module.state_dict())
@@ -90,6 +91,32 @@ BAD = {
     ),
     "no microbatches": ({"num_microbatches": 0}, r"num_microbatches=0: it must be a whole number of at least 1"),
     "no patience": ({"timeout": 0}, r"timeout=0: it must be a positive number of seconds"),
+    "a patience of words": ({"timeout": "5"}, r"timeout='5': it must be a positive number of seconds"),
+    "endless patience": ({"timeout": float("inf")}, r"timeout=inf: it must be a positive number of seconds"),
+    "half a block": ({"cuts": [1.5]}, r"cuts=\[1\.5\]: give a list of whole numbers"),
+    "cuts of words": ({"cuts": ["a"]}, r"cuts=\['a'\]: give a list of whole numbers"),
+    "one cut alone": ({"cuts": 2}, r"cuts=2: give a list of whole numbers"),
+    "a misspelt backend": (
+        {"process_group_backend": "glo"},
+        r"process_group_backend='glo' is not available here\. This build of torch has: .*gloo",
+    ),
+    "a schedule for more ranks": (
+        {"schedule": "for more ranks"},
+        r"The schedule 'gpipe' is for 3 ranks, but this run needs one for 2\. Give num_stages",
+    ),
+    "a schedule for more microbatches": (
+        {"schedule": "for more microbatches"},
+        r"The schedule 'gpipe' is for 5 microbatches, but this run needs one for 4",
+    ),
+    "a builder of nothing": ({"schedule": "nothing"}, r"builder returned NoneType; it must return a Schedule"),
+    "a value for 4 ranks": (
+        {"schedule": "a value for 4 ranks"},
+        r"The schedule 'gpipe' is for 4 ranks, and this run has 2 processes.*Use a multiple of 4",
+    ),
+    "a schedule without backward": (
+        {"schedule": "a value without backward"},
+        r"The schedule 'forward_only' has no backward, so nothing would be trained",
+    ),
     "an unknown start": ({"start_method": "thread"}, r"start_method='thread': it must be one of popen, spawn, fork"),
 }
 
@@ -99,26 +126,43 @@ def start_alone(options: dict[str, Any]) -> None:
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
 
-    def popen(*_: Any, **__: Any) -> None:
+    def start(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
-    subprocess.Popen = popen
+    subprocess.Popen = BaseProcess.start = start
     script.run(**options)
 
 
+@pytest.mark.parametrize("method", ["popen", "spawn"])
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_refused_before_a_process_is_started(world: World, options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused_before_a_process_is_started(
+    world: World, options: dict[str, Any], message: str, method: str
+) -> None:
     with pytest.raises(RankFailed, match=f"(?s){message}") as info:
-        world.run(start_alone, options, size=1)
+        world.run(start_alone, {"start_method": method, **options}, size=1)
     assert info.value.error.startswith(("ValueError", "lightning.fabric.utilities.exceptions.Misconfig")), info.value
 
 
+def test_good_input_would_start_a_process(world: World) -> None:
+    for method in ("popen", "spawn"):
+        with pytest.raises(RankFailed, match="a process was started"):
+            world.run(start_alone, {"start_method": method}, size=1)
+
+
+def test_several_optimizers_end_a_run_with_what_to_do_instead(tmp_path: Path) -> None:
+    ended = launch(tmp_path, module="TwoOptimizers", devices=2, limit=60.0)
+    assert ended.code not in (0, None), ended.screen
+    assert "A pipeline trains with one: give it several parameter groups instead" in ended.screen
+    assert "automatic_optimization" not in ended.screen
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("options", "message"), list(BAD.values())[:7], ids=list(BAD)[:7])
+@pytest.mark.parametrize("method", ["popen", "spawn"])
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_a_script_with_bad_input_ends_soon_with_the_message(
-    tmp_path: Path, options: dict[str, Any], message: str
+    tmp_path: Path, options: dict[str, Any], message: str, method: str
 ) -> None:
-    ended = launch(tmp_path, limit=60.0, **options)
+    ended = launch(tmp_path, limit=60.0, **{"start_method": method, **options})
     assert ended.code == 1, ended.screen
     assert ended.seconds < 30.0
     assert ended.screen.count("Traceback (most recent call last)") == 1

@@ -438,9 +438,9 @@ class OtherLabels(Wrapped):
         return super().training_step({**batch, "labels": labels}, batch_idx)
 
 
-class CountsItself(Wrapped):
+class IgnoresAnotherLabel(Wrapped):
     def training_step(self, batch: Row, batch_idx: int) -> Tensor:
-        return super().training_step({**batch, "num_items_in_batch": 7}, batch_idx)
+        return super().training_step({**batch, "ignore_index": 7}, batch_idx)
 
 
 def without(rows: Mapping[str, Tensor], *names: str) -> Row:
@@ -461,8 +461,8 @@ def other_labels(cell: Cell) -> Experiment:
     return experiment(cell, OtherLabels(make_model("BertForPreTraining"), 1.0), "pretraining")
 
 
-def counts_itself(cell: Cell) -> Experiment:
-    return experiment(cell, CountsItself(make_model("GPT2LMHeadModel"), 1.0), "causal")
+def ignores_another_label(cell: Cell) -> Experiment:
+    return experiment(cell, IgnoresAnotherLabel(make_model("GPT2LMHeadModel"), 1.0), "causal")
 
 
 def layerdrop(cell: Cell) -> Experiment:
@@ -479,7 +479,7 @@ def unknown(cell: Cell) -> Experiment:
         (as_tuple, "return_dict=False hides which is which. Leave return_dict out"),
         (labels_outside_of_the_batch, "the batch does not hold 'mc_labels'. Put the labels into it"),
         (other_labels, r"the step gave it labels of which \d+ count where those in the batch say \d+"),
-        (counts_itself, "gives num_items_in_batch to the model, whose loss is then not the mean over its labels"),
+        (ignores_another_label, "gives ignore_index to the model, whose loss is then not the mean over its labels"),
         (layerdrop, r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"),
         (unknown, r"holds the HuggingFace models .*ElectraModel.*must contain exactly one of.*register_family"),
     ],

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertModel
+from transformers import BertForPreTraining, BertModel, GPT2ForSequenceClassification
 
 from .fidelity import STEPS, Cell, Experiment, Make, check, same_changes, train, train_plainly, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
@@ -195,6 +195,48 @@ def test_own_parameters_and_a_loss_by_rows_train_alike(world: World, cell: Cell)
         assert torch.equal(ranks[0].before[name], ranks[0].after[name])
 
 
+class Classifier(LanguageModule):
+    """HuggingFace's own head for rows, whose loss is a mean over the rows."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        config = make_model("gpt2").config
+        config.pad_token_id, config.num_labels = 0, 3
+        self.model = GPT2ForSequenceClassification(config)
+
+
+def classifier(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        row["labels"] = torch.tensor(number % 3)
+    return usual(cell, Classifier(), rows, gradient_clip_val=0.05)
+
+
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_a_head_for_rows_trains_alike(world: World, cell: Cell) -> None:
+    check(world, cell, classifier)
+
+
+class PreTraining(LanguageModule):
+    """Two losses in one, over masked tokens and over rows."""
+
+    def __init__(self) -> None:
+        super().__init__("bert", blocks=1)
+        self.model = BertForPreTraining(make_model("bert").config)
+
+
+def pre_training(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        row["next_sentence_label"] = torch.tensor(number % 2)
+    return usual(cell, PreTraining(), rows)
+
+
+@pytest.mark.parametrize("cell", [BERT, replace(REPLICAS, model="bert")], ids=str)
+def test_a_loss_with_two_denominators_trains_alike(world: World, cell: Cell) -> None:
+    check(world, cell, pre_training)
+
+
 class Frozen(LanguageModule):
     """Some blocks, or all that is before them, do not train."""
 
@@ -226,6 +268,26 @@ def test_a_stage_may_be_frozen(world: World, make: Make, cell: Cell) -> None:
     same = {name for name, value in ranks[0].before.items() if torch.equal(value, ranks[0].after[name])}
     frozen = {name for name, parameter in make(cell).module.named_parameters() if not parameter.requires_grad}
     assert same == frozen != set()
+
+
+class MadeLate(LanguageModule):
+    """Makes its model when the Trainer asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        del self.model
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = make_model("gpt2")
+
+
+def test_a_model_may_be_made_in_configure_model(world: World) -> None:
+    plain = train_plainly(world, CHIMERA.reference, MadeLate)
+    for seen in world.run(train, CHIMERA, MadeLate, size=4):
+        assert seen.after.keys() == plain.after.keys()
+        torch.testing.assert_close(seen.after, plain.after, rtol=1e-9, atol=1e-12)
 
 
 class Checkpointed(LanguageModule):

@@ -42,13 +42,28 @@ class Trainer:
             self.callbacks[-1].on_validation_end(self, module)
 
 
+class Data:
+    """Takes the place of a data module."""
+
+    def prepare_data(self):
+        pass
+
+
+class BadData:
+    """A data module whose text is not there."""
+
+    def prepare_data(self):
+        raise FileNotFoundError("no such text")
+
+
 def config(tmp_path, message=None, **trainer):
     here = Module.__module__
     return OmegaConf.create(
         {
             "seed": 1,
             "ckpt_path": None,
-            "data": {"_target_": "builtins.dict"},
+            "data": {"_target_": f"{here}.Data"},
+            "optimizer": {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
             "model": {"_target_": f"{here}.Module", "message": message},
             "callbacks": {},
             "logger": False,
@@ -66,6 +81,20 @@ def test_the_packaged_configs_come_last_so_that_a_users_files_win():
     assert first == "file:///mine"
     assert [Path(location.removeprefix("file://")).name for location in ours] == ["conf", "recipes"]
     assert all(Path(location.removeprefix("file://"), "__init__.py").is_file() for location in ours)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("optimizer.lr", "fast", "TypeError"),
+        ("data._target_", f"{__name__}.BadData", "FileNotFoundError: no such text"),
+    ],
+)
+def test_a_mistake_in_data_or_optimizer_is_told_before_anything_is_started(tmp_path, key, value, message):
+    mistaken = config(tmp_path)
+    OmegaConf.update(mistaken, key, value)
+    with pytest.raises(CompactHydraException, match=message):
+        train.run(mistaken)
 
 
 def test_a_mistake_before_the_first_step_is_told_without_a_traceback(tmp_path):

@@ -37,6 +37,9 @@ def test_whatever_needs_numbers_names_the_way_out(original: nn.Parameter) -> Non
         lambda: placeholder.norm(),
         lambda: placeholder.tolist(),
         lambda: placeholder.cpu(),
+        lambda: placeholder.detach().clone(),
+        lambda: placeholder.data.norm(),
+        lambda: placeholder.data.mul_(2),
     ):
         with pytest.raises(RuntimeError, match=r"another rank of the pipeline holds.*full_parameters\(\)"):
             use()
@@ -66,4 +69,7 @@ def test_modules_optimizers_and_checkpoints_live_with_it() -> None:
 def test_a_copy_of_the_module_has_placeholders_too(original: nn.Parameter) -> None:
     module = nn.Module()
     module.weight = Placeholder(original, CPU)
-    assert copy.deepcopy(module).weight.is_meta
+    weight = copy.deepcopy(module).weight
+    assert weight is not module.weight
+    assert (weight.is_meta, weight.device, weight.requires_grad, weight.no_decay) == (True, CPU, False, True)
+    assert isinstance(weight, nn.Parameter)

@@ -1,0 +1,161 @@
+"""Steps that would train something else than one process does are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from .fidelity import Cell, Experiment, Make, check, make_trainer, train, usual, usual_rows
+from .users import LanguageModule, Row, make_loader, make_rows
+from .world import RankFailed, World
+
+FEW = Cell("1f1b", 2)
+CHIMERA = Cell("chimera", 2)
+
+
+# ----------------------------------------------------------------------------------------------------- ignored labels
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class ScalesALossOfOwnLabels(LanguageModule):
+    """Makes the labels in the step, and scales the loss that the model gives for them."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return 0.5 * self.model(**{**batch, "labels": labels}).loss
+
+
+class TakesTuples(LanguageModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        return token_loss(self.model(ids).logits, labels)
+
+
+class TakesNested(LanguageModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return token_loss(self.model(batch["text"]["input_ids"]).logits, batch["text"]["targets"])
+
+
+class TakesSamples(LanguageModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = (torch.stack([row[name] for row in batch]) for name in ("input_ids", "labels"))
+        return token_loss(self.model(ids).logits, labels)
+
+
+class TakesLabelsOut(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        labels = batch.pop("labels")
+        return token_loss(self.model(**batch).logits, labels)
+
+
+def own_labels(cell: Cell) -> Experiment:
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in usual_rows(cell)]
+    return usual(cell, ScalesALossOfOwnLabels(), rows)
+
+
+def tuples(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    data = TensorDataset(*(torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")))
+    return Experiment(TakesTuples(), DataLoader(data, cell.batch_size))
+
+
+def nested(cell: Cell) -> Experiment:
+    rows = [{"text": {"input_ids": row["input_ids"], "targets": row["labels"]}} for row in usual_rows(cell)]
+    return usual(cell, TakesNested(), rows)
+
+
+def as_they_are(rows: list[Row]) -> list[Row]:
+    return rows
+
+
+def samples(cell: Cell) -> Experiment:
+    return Experiment(TakesSamples(), make_loader(usual_rows(cell), cell.batch_size, collate_fn=as_they_are))
+
+
+@pytest.mark.parametrize("make", [own_labels, tuples, nested, samples, TakesLabelsOut])
+def test_a_loss_of_ones_own_over_labels_of_which_some_are_ignored_needs_a_weight(world: World, make: Make) -> None:
+    with pytest.raises(RankFailed, match=r"(?s)ValueError: The labels hold -100 .*Define `microbatch_weight"):
+        world.run(train, FEW, make, size=2)
+
+
+class TakesWeighedTuples(TakesTuples):
+    def microbatch_weight(self, batch: Any) -> int:
+        return int((batch[1][:, 1:] != -100).sum())
+
+
+def weighed_tuples(cell: Cell) -> Experiment:
+    experiment = tuples(cell)
+    return Experiment(TakesWeighedTuples(), experiment.loader)
+
+
+def test_with_a_weight_it_is_right(world: World) -> None:
+    check(world, CHIMERA, weighed_tuples)
+
+
+# ------------------------------------------------------------------------------------------------- what a stage lacks
+
+
+class AsksForHiddenStates(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch, output_hidden_states=True).loss
+
+    def validation_step(self, batch: Row, batch_idx: int) -> None:
+        output = self.model(**batch, output_hidden_states=True)
+        self.log("val_loss", output.hidden_states[2].square().mean())
+
+
+class AsksForAttentions(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__(attention="eager")
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch, output_attentions=True).loss
+
+
+class AsksInTheConfig(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.config.output_hidden_states = True
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (AsksForHiddenStates, "output_hidden_states"),
+        (AsksForAttentions, "output_attentions"),
+        (AsksInTheConfig, "output_hidden_states"),
+    ],
+)
+def test_the_inside_of_other_stages_is_refused_in_training(
+    world: World, module: type[LanguageModule], name: str
+) -> None:
+    with pytest.raises(RankFailed, match=f"{name}=True asks for the inside of every block.*Leave {name} out"):
+        world.run(train, CHIMERA, module, size=2)
+
+
+def validate(cell: Cell) -> Any:
+    torch.manual_seed(0)
+    trainer = make_trainer(cell, precision="64-true")
+    return trainer.validate(AsksForHiddenStates(), make_loader(make_rows("gpt2", 8), 4), verbose=False)
+
+
+def test_the_inside_of_other_stages_is_refused_in_evaluation_and_there_with_one_stage(world: World) -> None:
+    with pytest.raises(RankFailed, match="output_hidden_states=True asks for the inside of every block"):
+        world.run(validate, FEW, size=2)
+    (plain,) = world.run(validate, FEW.reference, size=1)
+    assert world.run(validate, Cell("1f1b", 1), size=1)[0][0] == pytest.approx(plain[0], rel=2e-6)
+
+
+class CountsItems(LanguageModule):
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch, num_items_in_batch=torch.tensor(50.0)).loss
+
+
+def test_a_loss_divided_by_a_number_of_the_users_is_refused(world: World) -> None:
+    with pytest.raises(RankFailed, match="gives num_items_in_batch to the model, whose loss is then not the mean"):
+        world.run(train, FEW, CountsItems, size=2)
