@@ -149,6 +149,7 @@ def test_good_input_would_start_a_process(world: World) -> None:
             world.run(start_alone, {"start_method": method}, size=1)
 
 
+@pytest.mark.long
 def test_several_optimizers_end_a_run_with_what_to_do_instead(tmp_path: Path) -> None:
     ended = launch(tmp_path, module="TwoOptimizers", devices=2, limit=60.0)
     assert ended.code not in (0, None), ended.screen
