@@ -355,7 +355,7 @@ class Engine:
             Ranks are positions, as in the schedule; ``None`` before the first step.
         """
         gathered: list[Any] = [None] * self.topology.num_positions
-        dist.all_gather_object(gathered, self.pipeline.executor.spans, group=self.groups.pipeline)
+        dist.all_gather_object(gathered, self.pipeline.spans, group=self.groups.pipeline)
         spans = [span for own in gathered for span in own]
         if not spans:
             return None

@@ -1,10 +1,10 @@
 """Runs one stage of one microbatch through the model's own forward.
 
 The user's step is called on every stage, and the HuggingFace code inside it builds masks, positions and heads as it
-always does. Only the walk through the blocks is changed, for the time of one call: the list of blocks is shadowed by
-the stage's own blocks, the first of which is handed the activation received from the previous stage, and the last of
-which carries its result out of the user's step by an exception. Parameters, module names and hooks are never touched;
-shadows live in the instances' ``__dict__``, where ``nn.Module`` looks before its own modules.
+always does. Only the walk through the blocks is changed, for the time of one call: in the list of blocks those of other
+stages are transparent, the stage's first is handed the activation received from the previous stage, and its last
+carries its result out of the user's step by an exception. Parameters, module names and hooks are never touched; shadows
+live in the instances' ``__dict__``, where ``nn.Module`` looks before its own modules.
 """
 
 import inspect

@@ -15,6 +15,7 @@ from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
 from lightning_chimera.runtime.randomness import keyed, mix, reseed
 from lightning_chimera.schedules import Action, Lowered, Schedule, forward_only, lower
+from lightning_chimera.timeline import Span
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,16 @@ class Pipeline:
         self._boundaries: dict[tuple[Any, ...], Boundary] = {}
         self._training: dict[int, Lowered] = {}
         self._evaluation: dict[int, Lowered] = {}
+        self.spans: list[Span] = []
+        """When the actions of the last training step ran."""
         self.peak_activations = 0
         """Most stage activations held at one time in the last training step."""
-
-    @property
-    def executor(self) -> Executor:
-        """Runs the rows; it knows when the actions of the last one ran."""
-        return self._executor
 
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall) -> None:
         """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters."""
         work = _Training(self._runner, self._boundaries, microbatches, self._seed, call)
         self._executor.run(self._lowered(len(microbatches)).rows[self._position], work)
+        self.spans = self._executor.spans
         self.peak_activations = work.peak
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:

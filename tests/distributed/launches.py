@@ -21,11 +21,13 @@ class Ended(NamedTuple):
         code: Its exit code; ``None`` if it had to be killed.
         screen: What it printed.
         seconds: How long it took.
+        at: When it ended, on the clock of ``time.monotonic``, which all processes of a machine share.
     """
 
     code: int | None
     screen: str
     seconds: float
+    at: float
 
 
 def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> Ended:
@@ -59,7 +61,7 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
             left = _kill_what_is_left(process)
     text = (work / "screen.txt").read_text(errors="replace")
     assert code is None or not left, f"the run has left processes behind\n{text}"
-    return Ended(code, text, seconds)
+    return Ended(code, text, seconds, start + seconds)
 
 
 def _kill_what_is_left(process: subprocess.Popen[bytes]) -> bool:

@@ -6,6 +6,7 @@ Usage: python script.py OPTIONS, where the options are a JSON object; ``run`` be
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class RaisesAfterTheModel(LanguageModule):
     def training_step(self, batch: Row, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2:
-            raise ValueError("raised after the model")
+            raise ValueError(f"raised after the model at {time.monotonic()} s")
         return loss
 
 
@@ -58,7 +59,7 @@ class RaisesBeforeTheModel(LanguageModule):
 
     def training_step(self, batch: Row, batch_idx: int) -> Any:
         if batch_idx == 2 and self.global_rank == self.trainer.world_size - 1:
-            raise ValueError("raised before the model")
+            raise ValueError(f"raised before the model at {time.monotonic()} s")
         return super().training_step(batch, batch_idx)
 
 
