@@ -2,6 +2,7 @@
 
 import csv
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
+
+from lightning_chimera.schedules import chimera
 
 from .fidelity import Cell, check, make_trainer, usual
 from .users import ROWS, VOCABULARY, LanguageModule, Row, make_loader, make_rows
@@ -352,3 +355,32 @@ def test_evaluation_needs_no_training(world: World, cell: Cell) -> None:
     for seen in world.run(evaluate_alone, cell, size=cell.size):
         for one, other in zip(seen, plain, strict=True):
             (same_but_for_a_replicas_own if cell.replicas > 1 else same)(one, other)
+
+
+class LooksAtTimelines(Callback):
+    """Asks for the timeline of the last training step, after the step and after a validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy.timeline())
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.seen.append(trainer.strategy.timeline())
+
+
+def look_at_timelines(cell: Cell) -> Any:
+    torch.manual_seed(0)
+    looks = LooksAtTimelines()
+    loader = make_loader(make_rows("bert", ROWS), ROWS)
+    make_trainer(cell, callbacks=[looks], max_epochs=1).fit(Talkative(), loader, loader)
+    return looks.seen
+
+
+def test_a_timeline_is_that_of_the_last_training_step_also_after_a_validation(world: World) -> None:
+    cell = Cell("chimera", 2)
+    for after_step, after_validation in world.run(look_at_timelines, cell, size=2):
+        assert after_step == after_validation
+        expected = sorted(map(str, chain(*chimera(2, cell.microbatches).rows)))
+        assert sorted(str(span.action) for span in after_step.spans) == expected
