@@ -22,11 +22,11 @@ from torchmetrics import Metric
 
 from lightning_chimera import checkpoint
 from lightning_chimera.checks import check_built
-from lightning_chimera.notes import Notes, cut_lists, list_lengths
+from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.ownership import Ownership
-from lightning_chimera.partition.stage import HeadCall, StageExit, StageRunner
+from lightning_chimera.partition.stage import HeadCall, StageRunner
 from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay
-from lightning_chimera.results import join
+from lightning_chimera.results import join, join_grown
 from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm, one_scale
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
@@ -87,18 +87,20 @@ class _Part:
         report: What it logged.
         extras: What the step returned besides the loss, if it returned a dict.
         grown: What it appended to lists of the module.
+        counts: Whether its loss can change anything, which it can't without a label.
     """
 
     place: tuple[int, int]
     loss: Tensor
     report: Report
     extras: dict[str, Any]
-    grown: dict[str, list[Any]]
+    grown: dict[str, list[Addition]]
+    counts: bool
 
     def on_cpu(self) -> "_Part":
         """The same on the CPU, as it travels between ranks."""
         extras, grown = move_data_to_device((self.extras, self.grown), torch.device("cpu"))
-        return _Part(self.place, self.loss.cpu(), self.report.on_cpu(), extras, grown)
+        return _Part(self.place, self.loss.cpu(), self.report.on_cpu(), extras, grown, self.counts)
 
 
 class Engine:
@@ -197,25 +199,22 @@ class Engine:
         weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
         parts: list[_Part] = []
         calls: list[LogCall] = []
-        lengths = list_lengths(self.module)
+        grown: dict[str, list[Addition]] = {}
 
         def step(data: Any) -> Any:
-            nonlocal calls
-            with recording(self.module) as calls:
-                try:
-                    return self.module.training_step(data, *batch.args, **batch.kwargs)
-                except StageExit:
-                    cut_lists(self.module, lengths)  # the last stage appends the same once more, and more
-                    raise
+            nonlocal calls, grown
+            # Of what the stages append, that of the last counts: it appends the same once more, and more.
+            with recording(self.module) as calls, growing(self.module) as grown:
+                return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
             loss = loss_of(result, self.module)
             share = weights.share(number, own_loss=loss is head.loss, head=head)
             report = Report(share, microbatches[number].rows, calls)
-            grown = detach(cut_lists(self.module, lengths))
+            counts = share > 0 and (loss.requires_grad or head.counts == ())
             place = (self.topology.replica, number)
-            parts.append(_Part(place, loss.detach(), report, detach(extras_of(result)), grown))
-            return loss * (share / accumulate) if share else None
+            parts.append(_Part(place, loss.detach(), report, detach(extras_of(result)), detach(grown), counts))
+            return loss * (share / accumulate) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
         with self._stepping(), self._apart():
@@ -234,13 +233,20 @@ class Engine:
         """Puts together what all microbatches of all replicas gave, on every rank alike."""
         shares = [part.report.share for part in parts]
         self._correct(sum(shares))
+        if not any(
+            part.counts for part in parts
+        ):  # some stages have zeros, which momentum or decay would turn to steps
+            self._pending = [(parameter, None) for parameter, _ in self._pending]
         replay(self.module, combine([part.report for part in parts]), rows)
 
+        rows_of_parts = [part.report.rows for part in parts]
+
         def joined(values: list[Any]) -> Any:
-            return move_data_to_device(join(values, shares, [part.report.rows for part in parts]), self.device)
+            return move_data_to_device(join(values, shares, rows_of_parts), self.device)
 
         for name in parts[0].grown:
-            vars(self.module)[name].extend(joined([part.grown.get(name, []) for part in parts]))
+            grown = join_grown([part.grown.get(name, []) for part in parts], shares, rows_of_parts)
+            vars(self.module)[name].extend(move_data_to_device(grown, self.device))
         common = [key for key in parts[0].extras if all(key in part.extras for part in parts)]
         extras = {key: joined([part.extras[key] for part in parts]) for key in common}
         return {"loss": joined([part.loss for part in parts]), **extras}
@@ -259,8 +265,9 @@ class Engine:
 
     def _correct(self, total: float) -> None:
         """Divides the gradients of this step by the sum of the shares, where that was not known before."""
-        if total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
-            torch._foreach_div_([gradient for _, gradient in self._pending if gradient is not None], total)
+        gradients = [gradient for _, gradient in self._pending if gradient is not None]
+        if gradients and total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
+            torch._foreach_div_(gradients, total)
 
     def put_gradients(self) -> None:
         """Adds the gradients of the last step to those in place."""

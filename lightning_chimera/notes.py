@@ -4,9 +4,10 @@ The step goes on behind the model call on one rank only, so what it appends to `
 there must be brought to the others, as if they had run it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -57,27 +58,66 @@ class Updated(NamedTuple):
     removed: tuple[Any, ...]
 
 
-def cut_lists(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, list[Any]]:
-    """Takes away what lists of a module have grown by, and returns it.
+class Addition(NamedTuple):
+    """What a list of a module has grown by at once.
 
-    Args:
-        module: The user's module.
-        lengths: Their lengths before, from ``list_lengths``.
+    Attributes:
+        items: The new entries.
+        is_single: Whether it was one that was appended: an entry for the batch, however many rows it has.
     """
-    grown = {}
-    for name, length in lengths.items():
-        values = vars(module)[name]
-        if len(values) > length:
-            grown[name] = values[length:]
-            del values[length:]
-    return grown
+
+    items: list[Any]
+    is_single: bool
 
 
-def list_lengths(module: nn.Module) -> dict[str, int]:
-    """Lengths of the lists among a module's attributes."""
-    return {
-        name: len(value) for name, value in vars(module).items() if type(value) is list and not name.startswith("_")
-    }
+class _Watched(list[Any]):
+    """A list that notes how it grows."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__(values)
+        self.additions: list[Addition] = []
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.additions.append(Addition([item], is_single=True))
+
+    def extend(self, items: Iterable[Any]) -> None:
+        length = len(self)
+        super().extend(items)
+        self.additions.append(Addition(self[length:], is_single=False))
+
+    def __iadd__(self, items: Iterable[Any]) -> Self:  # type: ignore[misc]  # as in typeshed's list
+        self.extend(items)
+        return self
+
+
+@contextmanager
+def growing(module: nn.Module) -> Iterator[dict[str, list[Addition]]]:
+    """Notes how the lists among a module's attributes grow, and takes it away from them at the end.
+
+    Yields:
+        By the list's name what it has grown by, filled at the end.
+    """
+    before = {name: value for name, value in vars(module).items() if type(value) is list and not name.startswith("_")}
+    vars(module).update({name: _Watched(value) for name, value in before.items()})
+    grown: dict[str, list[Addition]] = {}
+    try:
+        yield grown
+    finally:
+        for name, original in before.items():
+            now = vars(module).get(name)
+            if not isinstance(now, list):
+                continue
+            items = now[len(original) :]
+            additions = now.additions if isinstance(now, _Watched) else []
+            if isinstance(now, _Watched):
+                original[:] = now[: len(original)]
+                vars(module)[name] = original
+            else:
+                del now[len(original) :]
+            if items:
+                is_known = sum(len(addition.items) for addition in additions) == len(items)
+                grown[name] = additions if is_known else [Addition(items, is_single=False)]
 
 
 class Notes:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_chimera.notes import Addition
 from lightning_chimera.reporting import weighted_mean
 
 
@@ -33,6 +34,25 @@ def join(values: Sequence[Any], shares: Sequence[float], rows: Sequence[int]) ->
     if isinstance(first, list | tuple) and len({len(value) for value in values}) == 1:
         return type(first)(join(entries, shares, rows) for entries in zip(*values, strict=True))
     return first
+
+
+def join_grown(grown: Sequence[Sequence[Addition]], shares: Sequence[float], rows: Sequence[int]) -> list[Any]:
+    """Joins what a list has grown by in each part: what was appended one by one, and what was added at once.
+
+    Args:
+        grown: What it has grown by in each part.
+        shares: What each part counts for in a mean.
+        rows: Rows of each part.
+    """
+    if len({tuple(addition.is_single for addition in additions) for additions in grown}) > 1:
+        return list(join([[item for each in additions for item in each.items] for additions in grown], shares, rows))
+    joined: list[Any] = []
+    for additions in zip(*grown, strict=True):
+        if additions[0].is_single:
+            joined.append(join([addition.items[0] for addition in additions], shares, rows))
+        else:
+            joined += join([addition.items for addition in additions], shares, rows)
+    return joined
 
 
 def _mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:

@@ -291,8 +291,14 @@ class ChimeraStrategy(ParallelStrategy):
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
             self.engine.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
+        def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+            held = [part for part in self.precision_plugin.main_params(optimizer) if not part.is_meta]
+            if any(parameter.grad is not None for parameter in held):  # torch's function fails where there is none
+                torch.nn.utils.clip_grad_value_(held, clip_val)
+
         # On the instance: the plugin's class name is the key of its state in checkpoints.
         self.precision_plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
+        self.precision_plugin.__dict__["clip_grad_by_value"] = clip_grad_by_value
 
     @override
     def model_to_device(self) -> None:
@@ -518,7 +524,8 @@ class ChimeraStrategy(ParallelStrategy):
             if engine.is_cut and not has_failed:
                 engine.make_whole(self.optimizers)
             engine.release()
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self.precision_plugin.__dict__.pop(name, None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.cluster_environment is not None
         assert self.accelerator is not None

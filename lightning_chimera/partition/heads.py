@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -232,8 +231,8 @@ def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: Scales, confi
                 " define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns"
                 " what its loss counts for."
             )
-        # A term without a label is left out: its mean is NaN, and would stay so times zero. Backward must find a graph.
-        part = term.value(output, given, config) * scale if scale else torch.zeros_like(loss).requires_grad_()
+        # A term without a label is left out: its mean is NaN, and would stay so times zero.
+        part = term.value(output, given, config) * scale if scale else loss.new_zeros(())
         weighed[term.attribute] = weighed[term.attribute] + part if term.attribute in weighed else part
     for attribute, loss in weighed.items():
         setattr(output, attribute, loss)

@@ -181,7 +181,7 @@ class _ReplicaBatchSampler:
     """
 
     def __init__(self, sampler: Any, topology: Topology, groups: Groups) -> None:
-        self.__dict__.update(sampler.__dict__)
+        self.__dict__.update(getattr(sampler, "__dict__", {}))  # any iterable will do, a list of batches for one
         self._user_sampler = sampler
         self._topology = topology
         self._groups = groups

@@ -90,7 +90,7 @@ class LossWeights:
             return self._counts[1][microbatch] / (self._totals[1] or 1.0)
         if own_loss and head.count is not None:
             return head.count / (self._totals[2] or self._totals[0])
-        if head.counts:
+        if any(count is not None for count in head.counts):
             self._check_terms(microbatch, head.counts)
         elif head.ignores or any(map(holds_ignored, self._leaves[microbatch])):
             raise ValueError(

@@ -114,8 +114,14 @@ def growing(cell: Cell) -> Experiment:
     return reading(DataLoader(numbered(), batch_sampler=Growing()), max_epochs=1)
 
 
-def test_a_batch_sampler_of_ones_own_is_honoured(world: World) -> None:
-    even, odd = seen_by_replica(world, REPLICAS, growing)
+def growing_list(cell: Cell) -> Experiment:
+    return reading(DataLoader(numbered(), batch_sampler=list(Growing())), max_epochs=1)
+
+
+@pytest.mark.contract("Data", "a batch sampler of one's own is honoured, be it an object or a list of batches")
+@pytest.mark.parametrize("make", [growing, growing_list])
+def test_a_batch_sampler_of_ones_own_is_honoured(world: World, make: Any) -> None:
+    even, odd = seen_by_replica(world, REPLICAS, make)
     batches = list(Growing())
     assert (even, odd) == (batches[::2], batches[1::2])
 

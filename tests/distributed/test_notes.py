@@ -153,3 +153,34 @@ def logs_a_hidden_metric(cell: Cell) -> Experiment:
 def test_a_metric_that_is_no_attribute_is_refused_by_name(world: World) -> None:
     with pytest.raises(RankFailed, match=r"self\.log\('mean', \.\.\.\) got a MeanMetric that is no attribute"):
         world.run(train, FEW, logs_a_hidden_metric, size=2)
+
+
+class CollectsNumbers(LanguageModule):
+    """Appends numbers one by one, as many as a microbatch has rows, and adds others for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+        self.losses: list[float] = []
+        self.rows: list[float] = []
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        self.notes.append(float(loss))
+        self.notes.append(1.5)
+        self.rows += batch["input_ids"].sum(1).double().tolist()
+        return loss
+
+    def on_train_end(self) -> None:
+        self.notes += self.losses + self.rows
+
+
+@pytest.mark.contract(
+    "The module", "numbers that a step appends to a list one by one are one entry for a batch, whatever its rows"
+)
+@pytest.mark.parametrize(
+    "cell", [Cell("chimera", 2, microbatches=ROWS // 2), Cell("1f1b", 2, microbatches=ROWS)], ids=str
+)
+def test_a_number_that_is_appended_is_one_entry_for_a_batch(world: World, cell: Cell) -> None:
+    check_notes(world, cell, CollectsNumbers)

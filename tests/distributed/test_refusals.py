@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertForPreTraining
 
 from .fidelity import Cell, Experiment, Make, check, make_trainer, train, usual, usual_rows
 from .users import LanguageModule, Row, make_loader, make_rows
@@ -53,6 +54,18 @@ class TakesLabelsOut(LanguageModule):
         return token_loss(self.model(**batch).logits, labels)
 
 
+class AsksAHeadOfTwoLosses(LanguageModule):
+    """Computes a loss of its own on the logits of a head that would add two means."""
+
+    def __init__(self) -> None:
+        super().__init__("bert")
+        self.model = BertForPreTraining(self.model.config)
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        labels = batch.pop("labels")
+        return nn.functional.cross_entropy(self.model(**batch).prediction_logits.flatten(0, 1), labels.flatten())
+
+
 def own_labels(cell: Cell) -> Experiment:
     rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in usual_rows(cell)]
     return usual(cell, ScalesALossOfOwnLabels(), rows)
@@ -77,7 +90,7 @@ def samples(cell: Cell) -> Experiment:
     return Experiment(TakesSamples(), make_loader(usual_rows(cell), cell.batch_size, collate_fn=as_they_are))
 
 
-@pytest.mark.parametrize("make", [own_labels, tuples, nested, samples, TakesLabelsOut])
+@pytest.mark.parametrize("make", [own_labels, tuples, nested, samples, TakesLabelsOut, AsksAHeadOfTwoLosses])
 def test_a_loss_of_ones_own_over_labels_of_which_some_are_ignored_needs_a_weight(world: World, make: Make) -> None:
     with pytest.raises(RankFailed, match=r"(?s)ValueError: The labels hold -100 .*Define `microbatch_weight"):
         world.run(train, FEW, make, size=2)

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertForPreTraining, BertModel, GPT2ForSequenceClassification
+from transformers import BertForMaskedLM, BertForPreTraining, BertModel, GPT2ForSequenceClassification
 
 from .fidelity import STEPS, Cell, Experiment, Make, check, same_changes, train, train_plainly, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
@@ -152,6 +152,53 @@ def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(world: Wor
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_microbatch_weight_makes_it_exact(world: World, cell: Cell) -> None:
     check(world, cell, WeighedTokenLoss)
+
+
+class Coasting(LanguageModule):
+    """Trains with momentum and decay. In a plain run it leaves out a batch without a label, whose loss is NaN."""
+
+    def __init__(self, model: nn.Module, *, leaves_out: bool) -> None:
+        super().__init__("bert", blocks=1)
+        self.model = model
+        self.leaves_out = leaves_out
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        return None if self.leaves_out and bool((batch["labels"] == -100).all()) else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def coasting(cell: Cell, make: type[BertForPreTraining] | type[BertForMaskedLM]) -> Experiment:
+    rows = usual_rows(cell)[: 3 * ROWS * cell.replicas]
+    for number, row in enumerate(rows):
+        has_labels = number // (ROWS * cell.replicas) != 1
+        row["labels"][0] = row["labels"][0].where(torch.tensor(has_labels), -100).clamp(min=1 if has_labels else -100)
+        row["labels"] = row["labels"].where(torch.tensor(has_labels), -100)
+        if make is BertForPreTraining:
+            row["next_sentence_label"] = torch.tensor(number % 2 if has_labels else -100)
+    module = Coasting(make(make_model("bert").config), leaves_out=cell.schedule == "plain")
+    return usual(cell, module, rows, max_epochs=1, max_steps=-1, accumulate_grad_batches=1)
+
+
+def masked_coasting(cell: Cell) -> Experiment:
+    return coasting(cell, BertForMaskedLM)
+
+
+def pretraining_coasting(cell: Cell) -> Experiment:
+    return coasting(cell, BertForPreTraining)
+
+
+@pytest.mark.contract("Loss", "a batch without any label changes nothing, whatever the optimizer and the layout")
+@pytest.mark.parametrize("make", [masked_coasting, pretraining_coasting])
+@pytest.mark.parametrize(
+    "cell", [Cell("chimera", 2, clip=False, model="bert"), Cell("1f1b", 1, clip=False, model="bert")], ids=str
+)
+def test_a_batch_without_a_label_leaves_no_gradient_on_any_stage(world: World, make: Make, cell: Cell) -> None:
+    plain = train_plainly(world, cell.reference, make)
+    for seen in world.run(train, cell, make, size=cell.size):
+        same_changes(seen, plain)
 
 
 # --------------------------------------------------------------------------------------------------------- parameters

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_chimera.notes import Notes, cut_lists, list_lengths
-from lightning_chimera.results import join
+from lightning_chimera.notes import Addition, Notes, growing
+from lightning_chimera.results import join, join_grown
 from lightning_chimera.runtime.packing import pack, unpack
 
 
@@ -70,11 +70,37 @@ def test_nothing_noted_is_nothing_to_send() -> None:
 
 
 def test_what_lists_have_grown_by_is_taken_away_from_them() -> None:
-    there = module(losses=[1], others=[])
-    lengths = list_lengths(there)
-    there.losses += [2, 3]
-    assert cut_lists(there, lengths) == {"losses": [2, 3]}
-    assert there.losses == [1]
+    there = module(losses=[1], added=[1], others=[])
+    losses = there.losses
+    with growing(there) as grown:
+        there.losses += [2, 3]
+        there.losses.append(4)
+        there.losses.append(5)
+        there.added = [*there.added, 2]
+    assert grown == {
+        "losses": [Addition([2, 3], False), Addition([4], True), Addition([5], True)],
+        "added": [Addition([2], False)],
+    }
+    assert there.losses is losses
+    assert (there.losses, there.added, type(there.losses)) == ([1], [1], list)
+
+
+def test_other_changes_of_lists_stay() -> None:
+    there = module(losses=[1, 2, 3], new=[1])
+    with growing(there) as grown:
+        there.losses.clear()
+        there.new = None
+    assert grown == {}
+    assert (there.losses, there.new) == ([], None)
+
+
+def test_what_was_appended_is_one_entry_though_it_has_as_many_entries_as_rows() -> None:
+    singles = [[Addition([1.0], True), Addition([2.0], True)], [Addition([3.0], True), Addition([4.0], True)]]
+    assert join_grown(singles, [1, 1], [2, 2]) == [2.0, 3.0]
+    assert join_grown(singles, [1, 1], [1, 1]) == [2.0, 3.0]
+    at_once = [[Addition([1.0, 2.0], False)], [Addition([3.0, 4.0], False)]]
+    assert join_grown(at_once, [1, 1], [2, 2]) == [1.0, 2.0, 3.0, 4.0]
+    assert join_grown(at_once, [1, 1], [3, 3]) == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(
