@@ -6,6 +6,7 @@ the gradient. The optimizer is SGD, since AdamW hides wrong scales.
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,12 +175,12 @@ class Spy(Callback):
         held = {name: parameter.grad for name, parameter in module.named_parameters() if not parameter.is_meta}
         self.seen.unused.append({name for name, gradient in held.items() if gradient is None})
         gradients = [gradient for gradient in held.values() if gradient is not None]
-        self.seen.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        self.seen.norms.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.seen.losses.append(float(outputs["loss"]))
+        self.seen.losses.append(float(outputs.get("loss", math.nan)))  # nothing, of a step that left its batch out
         if "train_loss" in trainer.callback_metrics:
             self.seen.logged.append(float(trainer.callback_metrics["train_loss"]))
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -282,12 +283,19 @@ def check(
     return plain, ranks
 
 
-def same_changes(piped: Trained, plain: Trained, precision: Any = "64-true") -> None:
-    """Checks the change of every parameter against the plain one's."""
+def same_changes(piped: Trained, plain: Trained, precision: Any = "64-true", absolute_in_single: float = 1e-8) -> None:
+    """Checks the change of every parameter against the plain one's.
+
+    Args:
+        piped: What a rank saw.
+        plain: What a plain training saw.
+        precision: As in the Trainer.
+        absolute_in_single: Tolerance relative to the whole change, in single precision.
+    """
     assert piped.before.keys() == plain.before.keys()
     changes = {name: plain.after[name] - plain.before[name] for name in plain.before}
     errors = {name: piped.after[name] - piped.before[name] - change for name, change in changes.items()}
-    relative, absolute = (1e-10, 1e-14) if precision == "64-true" else (1e-5, 1e-8)
+    relative, absolute = (1e-10, 1e-14) if precision == "64-true" else (1e-5, absolute_in_single)
     if precision != "64-true":
         # Near 1, as in a norm's scale, single precision numbers are 1e-7 apart: what is stored there can't tell a
         # change to 1e-5 of itself, in the plain training either. What the optimizer was asked to change can.

@@ -105,6 +105,18 @@ def _token_loss(logits: Tensor, labels: Tensor, _config: Any) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def family_of(name: str) -> str:
+    """The family of a HuggingFace class, which the class of its config is named after."""
+    return max((family for family in _CONFIGS if name.startswith(family)), key=len)
+
+
+def sizes_of(name: str, *, blocks: int, dropout: float) -> dict[str, Any]:
+    """Arguments of a class's config for another depth, and another probability of every dropout."""
+    known = _CONFIGS[family_of(name)]
+    depth = next(key for key in ("n_layer", "n_layers", "num_hidden_layers", "num_layers") if key in known)
+    return {depth: blocks, **{key: dropout for key in known if "drop" in key}}
+
+
 def make_model(name: str, **options: Any) -> hf.PreTrainedModel:
     """A small model of a HuggingFace class, as precise as its parameters.
 
@@ -114,7 +126,7 @@ def make_model(name: str, **options: Any) -> hf.PreTrainedModel:
         name: The class.
         **options: Further arguments of its config.
     """
-    family = max((family for family in _CONFIGS if name.startswith(family)), key=len)
+    family = family_of(name)
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
     config = getattr(hf, family + "Config")(**{**_COMMON, **_CONFIGS[family], **given})
     model: hf.PreTrainedModel = getattr(hf, name)._from_config(
@@ -139,7 +151,7 @@ def make_rows(task: str, count: int, *, padding: str = "right") -> list[Row]:
     Args:
         task: What they are for.
         count: How many.
-        padding: On which side.
+        padding: On which side, or ``none``.
     """
     generator = torch.Generator().manual_seed(0)
     return [_TASKS[task](_Draw(generator, number, padding)) for number in range(count)]
@@ -161,7 +173,7 @@ class _Draw:
         return torch.randint(low, high, shape, generator=self.generator)
 
     def make_text(self) -> Row:
-        real = int(self.integers(2, LENGTH + 1))
+        real = int(self.integers(2, LENGTH + 1)) if self.padding != "none" else LENGTH
         mask = (torch.arange(LENGTH) < real).long()
         if self.padding == "left":
             mask = mask.flip(0)
