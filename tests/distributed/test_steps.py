@@ -357,6 +357,25 @@ def test_gradients_may_be_clipped_by_value(world: World) -> None:
     assert max(float(change.abs().max()) for change in changes) == pytest.approx(STEPS * 0.01)
 
 
+class FrozenOwnLabels(LabelsFromMask):
+    """One stage of four does not train, and the number of labels is only known behind the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.transformer.h[1].parameters():
+            parameter.requires_grad_(False)
+
+
+def frozen_own_labels(cell: Cell) -> Experiment:
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in usual_rows(cell)]
+    return usual(cell, FrozenOwnLabels(), rows, gradient_clip_algorithm="value", gradient_clip_val=0.01)
+
+
+@pytest.mark.contract("Loop", "clipping by value works where a whole stage is frozen")
+def test_a_rank_without_any_gradient_clips_by_value_and_divides_by_a_late_total(world: World) -> None:
+    check(world, Cell("1f1b", 4), frozen_own_labels)
+
+
 def five_blocks(cell: Cell) -> Experiment:
     return usual(cell, LanguageModule(cell.model, blocks=5))
 
