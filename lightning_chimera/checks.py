@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
@@ -128,6 +129,27 @@ def check_module(module: LightningModule) -> None:
             raise MisconfigurationException(
                 f"{type(module).__name__}.{step} takes dataloader_iter. A pipeline draws the batch itself and splits it"
                 " into microbatches: take `batch` and `batch_idx` instead."
+            )
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuses callbacks that need the whole model, or every rank's memory, on one rank.
+
+    Raises:
+        MisconfigurationException: There is one.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                f"{name} (and Tuner.scale_batch_size) tries sizes until memory runs out, which in a pipeline happens to"
+                " one rank while the others wait for it. Leave it out and set the batch size: try one with"
+                " Trainer(fast_dev_run=True), a run for each."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                f"{name} compares and masks the weights of the whole model, of which a rank of a pipeline holds its own"
+                " stages only. Leave it out and prune after fit, when the module is whole again, or in a plain Trainer."
             )
 
 

@@ -131,9 +131,10 @@ class Engine:
         self.module = module
         self.layout = layout
         self.topology = topology
-        self.ownership = Ownership(
+        self._own: Callable[[nn.Module], Ownership] = lambda module: Ownership(
             module, runner, lambda stages: topology.holders(placement, stages), topology.global_rank
         )
+        self.ownership = self._own(module)
         self.groups = Groups.reuse(groups, topology, placement, self.ownership.holder_sets(), timeout)
         self.device = device
         self.is_cut = True
@@ -165,10 +166,7 @@ class Engine:
 
     def _synchronize(self) -> int:
         """Makes all copies of a stage equal, and the buffers those of global rank 0; agrees on a seed."""
-        for parameter in self.ownership.held():
-            ranks = self.ownership.holders[parameter]
-            if len(ranks) > 1:
-                dist.broadcast(parameter.detach(), ranks[0], group=self.groups.holders[ranks])
+        self._equalize(self.ownership)
         for buffer in self.module.buffers():
             if buffer.numel() and not buffer.is_meta:
                 shared = buffer.detach().cpu().contiguous()
@@ -177,6 +175,15 @@ class Engine:
         seed = torch.tensor(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() >> 1)))
         dist.broadcast(seed, 0, group=self.groups.world)
         return int(seed)
+
+    def _equalize(self, ownership: Ownership) -> None:
+        """Makes every parameter that several ranks hold that of its lowest holder."""
+        for parameter in ownership.held():
+            ranks = ownership.holders[parameter]
+            if len(ranks) > 1:
+                value = parameter.detach().to(self.device)
+                dist.broadcast(value, ranks[0], group=self.groups.holders[ranks])
+                parameter.detach().copy_(value)
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -401,6 +408,27 @@ class Engine:
             self.ownership.give(optimizer, filled)
         self.is_cut = False
         self.module.cpu()
+
+    def cut_copy(self, copy: nn.Module) -> Ownership:
+        """Cuts a whole copy of the module as the module is cut.
+
+        Returns:
+            The holders of the copy's parameters.
+        """
+        ownership = self._own(copy)
+        ownership.drop(self.device)
+        self._equalize(ownership)
+        return ownership
+
+    def copy_state(self, copy: nn.Module, ownership: Ownership) -> dict[str, Any]:
+        """The whole state of a copy that is cut on global rank 0, nothing elsewhere."""
+        return checkpoint.module_state(copy, ownership, self.groups.world)
+
+    def fill_copy(self, copy: nn.Module, ownership: Ownership) -> None:
+        """Makes a copy whole again on every rank, on the CPU."""
+        cpu = torch.device("cpu")
+        ownership.fill(checkpoint.spread_parameters(copy, ownership, self.groups.world, cpu))
+        copy.cpu()
 
     def release(self) -> None:
         """Takes back what was changed on the module besides its parameters."""

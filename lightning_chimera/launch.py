@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
-Check = Callable[[LightningModule], None]
-"""Raises for a module that can't be trained."""
+Check = Callable[[LightningModule, Trainer], None]
+"""Raises for a module that can't be trained, or not by this Trainer."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -53,5 +53,5 @@ class FunctionLauncher(_MultiProcessingLauncher):
 
 def _look_at_module(trainer: Trainer | None, check: Check) -> None:
     module = None if trainer is None else trainer.strategy.lightning_module
-    if module is not None:
-        check(module)
+    if trainer is not None and module is not None:
+        check(module, trainer)

@@ -1,6 +1,7 @@
 """ChimeraStrategy: Lightning's hooks; the work is done by the engine and the rooms below it."""
 
 import atexit
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from typing_extensions import override
 from lightning_chimera.checkpoint import load_optimizer_state
 from lightning_chimera.checks import (
     check_backend,
+    check_callbacks,
     check_choice,
     check_cuts_type,
     check_fixed_schedule,
@@ -49,9 +51,11 @@ from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
 from lightning_chimera.runtime.batches import Ending, GroupLoader
+from lightning_chimera.runtime.failures import all_fail_alike
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
+from lightning_chimera.stock import StockCallbacks
 from lightning_chimera.timeline import Timeline
 
 _ENDINGS: dict[RunningStage | None, Ending] = {
@@ -130,6 +134,9 @@ class ChimeraStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._engine: Engine | None = None
         self._loader: GroupLoader | None = None
+        self._callbacks: StockCallbacks | None = None
+        self._num_runs = 0
+        self._can_save: bool | None = None
 
     # ---------------------------------------------------------------------------------------------- environment
 
@@ -216,9 +223,10 @@ class ChimeraStrategy(ParallelStrategy):
         else:
             self._launcher = FunctionLauncher(self._check_module, self, self._start_method)
 
-    def _check_module(self, module: LightningModule) -> None:
+    def _check_module(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuses what can't be trained, before a process is started for it."""
         check_module(module)
+        check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         check_trainer(self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
         if type(module).configure_model is LightningModule.configure_model:  # else the model is not there yet
             self._choose_cuts(module, find_anatomy(module))
@@ -251,13 +259,16 @@ class ChimeraStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._check_module(self.lightning_module)
+        self._check_module(self.lightning_module, trainer)
         # The leader of a group draws from the user's own loader (runtime/batches.py); there is no public switch for it.
         trainer._accelerator_connector.use_distributed_sampler = False
         if not self.is_distributed:  # Lightning advises sync_dist for any process group, but logs are equal already
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._cut(self.lightning_module)
+        self._num_runs += 1
+        self._can_save = None
+        self._callbacks = StockCallbacks(trainer.callbacks, self.engine, self._fails_alike)  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             with one_optimizer():
@@ -497,8 +508,33 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on global rank 0; every rank must call it."""
+        """The whole module's state on global rank 0; every rank must call it.
+
+        Raises:
+            RuntimeError: The run has failed, on this rank only.
+        """
+        error = sys.exception()
+        if self._has_failed and error is not None and not self._fails_alike(error):
+            raise RuntimeError(
+                "No checkpoint can be saved: this rank has failed, and the others, which hold the rest of the model,"
+                " have not, or in another way."
+            )
         return self.engine.module_state()
+
+    @property
+    def _has_failed(self) -> bool:
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return False
+        return bool(module.trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    def _fails_alike(self, error: BaseException) -> bool:
+        """Whether all ranks have failed with this error at this step, so that they can still work together."""
+        if self._can_save is None:
+            assert self.lightning_module is not None
+            step = self.lightning_module.trainer.global_step
+            self._can_save = all_fail_alike(self._num_runs, f"{type(error).__qualname__} after step {step}")
+        return self._can_save
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -520,10 +556,14 @@ class ChimeraStrategy(ParallelStrategy):
         """Makes the module whole again, unless the run has failed; the groups are kept for a next run."""
         module, engine = self.lightning_module, self._engine
         if module is not None and engine is not None:
-            has_failed = module._trainer is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
-            if engine.is_cut and not has_failed:
+            if engine.is_cut and not self._has_failed:
                 engine.make_whole(self.optimizers)
+                if self._callbacks is not None:
+                    self._callbacks.make_whole()
             engine.release()
+        if self._callbacks is not None:
+            self._callbacks.release()
+            self._callbacks = None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
@@ -536,7 +576,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        return {**super().__getstate__(), "_engine": None, "_loader": None}
+        return {**super().__getstate__(), "_engine": None, "_loader": None, "_callbacks": None}
 
 
 def _leave_process_group() -> None:

@@ -1,0 +1,74 @@
+"""What Lightning's own callbacks need to be told about a pipeline."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor
+
+from lightning_chimera.averaging import Average
+from lightning_chimera.engine import Engine
+
+
+class StockCallbacks:
+    """The callbacks of a run, as long as the module is cut.
+
+    Args:
+        callbacks: All of them, set up.
+        engine: The stages of the module.
+        can_save: Whether all ranks have failed with the same error, so that they can save a checkpoint together.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Callback], engine: Engine, can_save: Callable[[BaseException], bool]
+    ) -> None:
+        self._averages = Average.of(callbacks, engine)
+        self._savers = [one for one in callbacks if isinstance(one, Checkpoint) and _saves_on_exception(one)]
+        for saver in self._savers:
+            saver.__dict__["on_exception"] = _if_possible(saver.on_exception, can_save)
+        for monitor in callbacks:
+            if isinstance(monitor, ThroughputMonitor):
+                _count_groups(monitor, engine)
+
+    def make_whole(self) -> None:
+        """Gives every rank whole models again."""
+        for average in self._averages:
+            average.make_whole()
+
+    def release(self) -> None:
+        """Takes back what was changed on the callbacks."""
+        for average in self._averages:
+            average.release()
+        for saver in self._savers:
+            saver.__dict__.pop("on_exception", None)
+
+
+def _saves_on_exception(callback: Checkpoint) -> bool:
+    """Whether a checkpoint callback would save after an error; ``ModelCheckpoint`` must be told to."""
+    return bool(getattr(callback, "save_on_exception", True))
+
+
+def _if_possible(on_exception: Callable[..., Any], can_save: Callable[[BaseException], bool]) -> Callable[..., Any]:
+    """Saves after an error only where all ranks do."""
+
+    def guarded(trainer: Any, module: Any, exception: BaseException) -> None:
+        if can_save(exception):
+            on_exception(trainer, module, exception)
+            return
+        warnings.warn(
+            f"No checkpoint is saved after this {type(exception).__name__}: it has not reached every rank, and the"
+            " others hold the rest of the model. Save regularly as well: ModelCheckpoint(every_n_train_steps=...).",
+            stacklevel=2,
+        )
+
+    return guarded
+
+
+def _count_groups(monitor: ThroughputMonitor, engine: Engine) -> None:
+    """Makes a pipeline group what counts as a device: its ranks work on the same batch, not on one each."""
+    topology = engine.topology
+    for throughput in monitor._throughputs.values():
+        throughput.world_size = topology.num_replicas
+        if monitor.available_flops:
+            throughput.available_flops = monitor.available_flops * topology.num_positions
