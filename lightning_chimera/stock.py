@@ -1,11 +1,14 @@
-"""What Lightning's own callbacks need to be told about a pipeline."""
+"""What Lightning's own callbacks and loggers need to be told about a pipeline."""
 
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor
+from lightning.pytorch.loggers import Logger
 
 from lightning_chimera.averaging import Average
 from lightning_chimera.engine import Engine
@@ -72,3 +75,33 @@ def _count_groups(monitor: ThroughputMonitor, engine: Engine) -> None:
         throughput.world_size = topology.num_replicas
         if monitor.available_flops:
             throughput.available_flops = monitor.available_flops * topology.num_positions
+
+
+def log_graphs(loggers: Sequence[Logger], module: LightningModule) -> None:
+    """Lets loggers trace the module while it is whole; Lightning's call, which comes when it is cut, does nothing.
+
+    Args:
+        loggers: All loggers.
+        module: The module, whole, on the CPU whatever it says of its device.
+    """
+    if not loggers or module.example_input_array is None:
+        return
+    device = module.device
+    _say_device(module, torch.device("cpu"))
+    for logger in loggers:
+        logger.log_graph(module)
+        logger.__dict__["log_graph"] = _skip_once(logger)
+    _say_device(module, device)
+
+
+def _say_device(module: LightningModule, device: torch.device) -> None:
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = device
+
+
+def _skip_once(logger: Logger) -> Callable[..., None]:
+    def skip(*_args: Any, **_kwargs: Any) -> None:
+        logger.__dict__.pop("log_graph", None)
+
+    return skip

@@ -55,7 +55,7 @@ from lightning_chimera.runtime.failures import all_fail_alike
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
-from lightning_chimera.stock import StockCallbacks
+from lightning_chimera.stock import StockCallbacks, log_graphs
 from lightning_chimera.timeline import Timeline
 
 _ENDINGS: dict[RunningStage | None, Ending] = {
@@ -265,6 +265,8 @@ class ChimeraStrategy(ParallelStrategy):
         if not self.is_distributed:  # Lightning advises sync_dist for any process group, but logs are equal already
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        if trainer.enable_autolog_hparams:
+            log_graphs(trainer.loggers, self.lightning_module)
         self._cut(self.lightning_module)
         self._num_runs += 1
         self._can_save = None
