@@ -5,6 +5,7 @@ stage; what runs after it (final norm, pooler, heads) is the epilogue and belong
 numbered as *layers*: 0 is the prologue, 1 .. num_blocks are the blocks, num_blocks + 1 is the epilogue.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_chimera.partition.heads import HeadLoss, head_loss_of
+
+Found = tuple[str, PreTrainedModel]
+"""A model by its name in the user's module."""
 
 
 @dataclass(frozen=True)
@@ -132,37 +136,22 @@ def _below(name: str, prefix: str) -> str | None:
 def find_anatomy(module: nn.Module) -> Anatomy:
     """Finds the one HuggingFace model in a user's module that can be cut into stages.
 
+    Others beside it may be frozen (a distillation's teacher, say): they are never cut.
+
     Raises:
-        ValueError: There is none, or more than one, or it is of a family that is not known.
+        ValueError: There is none, or more than one that trains, or it can't be cut.
     """
-    known = ", ".join(sorted(FAMILIES))
-    found = [(name, part) for name, part in module.named_modules() if type(part).__name__ in FAMILIES]
+    outer = [(name, part) for name, part in module.named_modules() if isinstance(part, PreTrainedModel)]
+    found = [(name, part) for name, part in outer if type(part).__name__ in FAMILIES]
     if not found:
-        models = sorted({type(part).__name__ for part in module.modules() if isinstance(part, PreTrainedModel)})
-        inside = f"the HuggingFace models {', '.join(models)}, none of which" if models else "no HuggingFace model that"
-        raise ValueError(
-            f"{type(module).__name__} holds {inside} can be cut into pipeline stages. It must contain exactly one of:"
-            f" {known}; lightning_chimera.register_family makes another architecture known."
-        )
-    if len(found) > 1:
-        names = ", ".join(f"{name!r} ({type(part).__name__})" for name, part in found)
-        raise ValueError(
-            f"{type(module).__name__} holds {len(found)} models that can be cut into pipeline stages: {names}."
-            " A pipeline has exactly one; keep the others outside of the LightningModule."
-        )
-    base_name, base = found[0]
-    layerdrop = getattr(base.config, "layerdrop", 0.0)
-    if layerdrop:
-        raise ValueError(
-            f"{type(base).__name__} leaves out blocks at random (layerdrop={layerdrop}), and a stage can't leave out"
-            " its end. Set layerdrop=0.0 in the model's config."
-        )
-    outer = [
-        (name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, PreTrainedModel) and (base_name == name or _below(base_name, name) is not None)
-    ]
-    top_name, top = min(outer, key=lambda item: len(item[0]))
+        raise ValueError(_why_none(module, outer))
+    tops = {
+        name: min(((n, part) for n, part in outer if _holds(n, name)), key=lambda item: len(item[0]))
+        for name, _ in found
+    }
+    base_name, base = found[0] if len(found) == 1 else _the_trained(module, found, tops)
+    top_name, top = tops[base_name]
+    _check_can_be_cut(module, base_name, base, top)
     family = FAMILIES[type(base).__name__]
     path, _, attribute = family.blocks.rpartition(".")
     return Anatomy(
@@ -173,3 +162,83 @@ def find_anatomy(module: nn.Module) -> Anatomy:
         family=family,
         num_blocks=len(getattr(base.get_submodule(path), attribute)),
     )
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether a module is another or holds it, by their names."""
+    return outer == inner or _below(inner, outer) is not None
+
+
+def _named(parts: Iterable[tuple[str, nn.Module]]) -> str:
+    return ", ".join(f"{name!r} ({type(part).__name__})" for name, part in parts)
+
+
+def _why_none(module: nn.Module, outer: Sequence[Found]) -> str:
+    """Why there is nothing in a module that can be cut."""
+    name, known = type(module).__name__, ", ".join(sorted(FAMILIES))
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        return (
+            f"{name} holds a scripted or traced module, whose forward can't be cut into stages. Use the HuggingFace"
+            " model that it was made from."
+        )
+    pairs = [(name, part) for name, part in outer if getattr(part.config, "is_encoder_decoder", False)]
+    if pairs:
+        return (
+            f"{name} holds an encoder-decoder, {_named(pairs[:1])}, which has two lists of blocks. A pipeline is cut"
+            f" along one: use a model that is an encoder or a decoder alone. Known are: {known}."
+        )
+    models = sorted({type(part).__name__ for _, part in outer})
+    inside = f"the HuggingFace models {', '.join(models)}, none of which" if models else "no HuggingFace model that"
+    return (
+        f"{name} holds {inside} can be cut into pipeline stages. It must contain exactly one of: {known};"
+        " lightning_chimera.register_family makes another architecture known."
+    )
+
+
+def _the_trained(module: nn.Module, found: Sequence[Found], tops: Mapping[str, Found]) -> Found:
+    """The one of several models that trains.
+
+    Raises:
+        ValueError: Not exactly one does, or they are parts of one model.
+    """
+    if len({name for name, _ in tops.values()}) < len(found):
+        raise ValueError(
+            f"{type(module).__name__} holds one model with {len(found)} lists of blocks: {_named(found)}. A pipeline is"
+            " cut along one list: use a model that is an encoder or a decoder alone."
+        )
+    trained = [(name, part) for name, part in found if any(p.requires_grad for p in tops[name][1].parameters())]
+    if len(trained) != 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(found)} models that can be cut into pipeline stages: {_named(found)},"
+            f" of which {len(trained)} train. A pipeline trains exactly one: freeze the others with"
+            " requires_grad_(False) before fit, then every rank holds them whole; or keep them outside of the"
+            " LightningModule."
+        )
+    return trained[0]
+
+
+def _check_can_be_cut(module: nn.Module, base_name: str, base: PreTrainedModel, top: PreTrainedModel) -> None:
+    """Refuses a model of a known family that can't be cut as it is.
+
+    Raises:
+        ValueError: It leaves out blocks at random, is compiled, or quantized.
+    """
+    layerdrop = getattr(base.config, "layerdrop", 0.0)
+    if layerdrop:
+        raise ValueError(
+            f"{type(base).__name__} leaves out blocks at random (layerdrop={layerdrop}), and a stage can't leave out"
+            " its end. Set layerdrop=0.0 in the model's config."
+        )
+    for name, part in module.named_modules():
+        # By its name, since importing torch._dynamo takes seconds.
+        if _holds(name, base_name) and (type(part).__name__ == "OptimizedModule" or part._compiled_call_impl):
+            raise ValueError(
+                f"{name or type(module).__name__!r} is compiled as a whole, so its forward can't be parted into stages."
+                " Leave out torch.compile() and .compile() for whatever holds the model."
+            )
+    whole = [name for name, value in top.named_parameters() if not value.is_floating_point()]
+    if getattr(top, "hf_quantizer", None) is not None or whole:
+        raise ValueError(
+            f"{type(top).__name__} is quantized ({whole[0] if whole else 'by its config'}), and the stages of a"
+            " pipeline hold parameters of floating point only. Load it without quantization_config."
+        )

@@ -263,7 +263,9 @@ class StageRunner:
     ) -> Passage:
         """Calls the user's step with ``walk`` in the place of the base model's forward."""
         base, top = self.anatomy.base, self.anatomy.top
-        watched = {} if top is base else {"forward": self._watched(passage.head, scales, splits=splits)}
+        watched: dict[str, Any] = {"generate": _refuse_generate}
+        if top is not base:
+            watched["forward"] = self._watched(passage.head, scales, splits=splits)
         walked = {"forward": self._once(passage, walk)}
         try:
             with _shadowed(top, watched), _shadowed(base, walked):
@@ -291,7 +293,7 @@ class StageRunner:
             if passage.called:
                 raise RuntimeError(
                     "The model was called more than once in one step. A pipeline runs one forward of the model per"
-                    " step; compute everything from one call (generate() and steps with two calls can't be cut)."
+                    " step; compute everything from one call."
                 )
             passage.called = True
             given = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
@@ -381,6 +383,14 @@ class StageRunner:
         ids = given.get("input_ids")
         rows_and_length = given["inputs_embeds"].shape[:-1] if ids is None else ids.reshape(-1, ids.shape[-1]).shape
         return torch.Size((*rows_and_length, self.anatomy.hidden_size))
+
+
+def _refuse_generate(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError(
+        "generate() was called inside a step. It calls the model once per token, and a pipeline runs one forward of the"
+        " model per step. Call it in a hook around the steps (on_validation_epoch_end, say), on all ranks, inside of"
+        " `with self.trainer.strategy.full_parameters():`."
+    )
 
 
 def _rows(given: Mapping[str, Any]) -> int:

@@ -189,11 +189,15 @@ HEADS = {
 }
 
 
+@pytest.mark.contract(
+    "Models", "GPT-2 and BERT with every head that transformers has for them", reported="HF#34191, HF#46204"
+)
 @pytest.mark.parametrize(("case", "cell"), HEADS.items(), ids=short)
 def test_a_head_trains_and_validates_as_in_one_process(world: World, case: Case, cell: Cell) -> None:
     check_all(world, cell, case)
 
 
+@pytest.mark.contract("Models", "GPT-2 and BERT with every head that transformers has for them")
 @pytest.mark.long
 @pytest.mark.parametrize("case", HEADS, ids=short)
 @pytest.mark.parametrize("cell", LAYOUTS, ids=short)
@@ -253,6 +257,7 @@ class Own:
         return experiment(cell, OwnHead(self.base), "several")
 
 
+@pytest.mark.contract("Models", "a bare base model below the user's own head and loss")
 @pytest.mark.parametrize(
     ("base", "cell"),
     [
@@ -307,11 +312,13 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.contract("Models", "RoBERTa, DistilBERT, OPT, GPT-NeoX, Llama and Qwen2, with every head")
 @pytest.mark.parametrize(("case", "cell"), LANGUAGE.items(), ids=short)
 def test_a_family_trains_and_validates_as_in_one_process(world: World, case: Case, cell: Cell) -> None:
     check_all(world, cell, case)
 
 
+@pytest.mark.contract("Models", "RoBERTa, DistilBERT, OPT, GPT-NeoX, Llama and Qwen2, with every head")
 @pytest.mark.long
 @pytest.mark.parametrize("case", [*LANGUAGE, *CLASSIFIERS, *VARIANTS], ids=short)
 @pytest.mark.parametrize("cell", [PAIRS, BOTH], ids=short)
@@ -332,6 +339,7 @@ class Registered:
         return self.case(cell)
 
 
+@pytest.mark.contract("Models", "another architecture, made known by `register_family`")
 @pytest.mark.parametrize(
     ("make", "cell"),
     [
@@ -373,6 +381,7 @@ FEATURES = {
     replace(BERT, checkpointing=False): SMALL,
     Case("LlamaForCausalLM", "causal", checkpointing=True, trains=LORA): PAIRS,
     replace(GPT2, batch="shared"): SMALL,
+    replace(GPT2, padding="left"): SMALL,
     replace(BERT, batch="types", trains=("layer.2.", "layer.3.", "cls")): DEEP,
 }
 MORE_FEATURES = [
@@ -406,11 +415,22 @@ MORE_FEATURES = [
 ]
 
 
+@pytest.mark.contract(
+    "Models",
+    "attention scaled by layer or upcast, gradient checkpointing of both kinds, 2-D, 4-D and shared masks, padding on"
+    " either side",
+    reported="HF#9173, HF#3167, TT#1723",
+)
 @pytest.mark.parametrize(("case", "cell"), FEATURES.items(), ids=short)
 def test_a_feature_of_the_models_changes_nothing(world: World, case: Case, cell: Cell) -> None:
     check_all(world, cell, case)
 
 
+@pytest.mark.contract(
+    "Models",
+    "attention scaled by layer or upcast, gradient checkpointing of both kinds, 2-D, 4-D and shared masks, padding on"
+    " either side",
+)
 @pytest.mark.long
 @pytest.mark.parametrize("case", MORE_FEATURES, ids=short)
 @pytest.mark.parametrize("cell", [UNEVEN, PAIRS, REPLICAS], ids=short)
@@ -418,7 +438,115 @@ def test_no_other_feature_changes_anything(world: World, case: Case, cell: Cell)
     check_all(world, cell, case)
 
 
+# ------------------------------------------------------------------------------------------------ more than the model
+
+
+class Distills(Wrapped):
+    """Learns from a model that is frozen, which is asked before or after the one that trains."""
+
+    def __init__(self, *, asks_first: bool) -> None:
+        super().__init__(make_model("GPT2LMHeadModel"), 1.0)
+        self.teacher = make_model("GPT2LMHeadModel", n_layer=2).requires_grad_(False)
+        self.asks_first = asks_first
+
+    def loss(self, batch: Any) -> Tensor:
+        texts = without(batch, "labels")
+        wanted = self.teacher(**texts).logits if self.asks_first else None
+        logits = self.model(**texts).logits
+        wanted = self.teacher(**texts).logits if wanted is None else wanted
+        return nn.functional.kl_div(logits.log_softmax(-1), wanted.softmax(-1), reduction="batchmean") / LENGTH
+
+    def training_step(self, batch: Row, batch_idx: int) -> Tensor:
+        del batch["labels"]
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Row, batch_idx: int) -> None:
+        self.notes += [self.loss(batch)]
+
+    def microbatch_weight(self, batch: Row) -> int:
+        return len(batch["input_ids"])
+
+
+def distills(cell: Cell) -> Experiment:
+    return experiment(cell, Distills(asks_first=True), "causal")
+
+
+def distills_afterwards(cell: Cell) -> Experiment:
+    return experiment(cell, Distills(asks_first=False), "causal")
+
+
+@pytest.mark.contract(
+    "Models", "distillation from a frozen HuggingFace model beside the one that trains; every rank holds it whole"
+)
+@pytest.mark.parametrize(("cell", "make"), [(SMALL, distills), (BOTH, distills_afterwards)], ids=short)
+def test_a_frozen_model_beside_the_one_that_trains_is_held_whole(world: World, cell: Cell, make: Any) -> None:
+    plain, ranks = check(world, cell, make)
+    frozen = {name for name in plain.before if name.startswith("teacher.")}
+    for seen in ranks:
+        assert frozen <= set(seen.keys)
+        torch.testing.assert_close(seen.notes, plain.notes, rtol=1e-9, atol=1e-9)
+
+
+class Adapted(nn.Module):
+    """A layer that does not train, with an adapter of low rank that does, as peft makes it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        rows, columns = layer.weight.shape
+        self.lora_a = nn.Parameter(torch.randn(rows, 2) / 4)
+        self.lora_b = nn.Parameter(torch.randn(2, columns) / 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base_layer(hidden) + hidden @ self.lora_a @ self.lora_b
+
+
+class Around(nn.Module):
+    """What stands around an adapted model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def forward(self, **batch: Any) -> Any:
+        return self.base_model["model"](**batch)
+
+
+def adapters(cell: Cell) -> Experiment:
+    model = make_model("GPT2LMHeadModel").requires_grad_(False)
+    for block in model.transformer.h:
+        block.attn.c_attn = Adapted(block.attn.c_attn)
+    return experiment(cell, Wrapped(Around(model), 0.1), "causal")
+
+
+@pytest.mark.contract("Models", "LoRA adapters on frozen blocks, by hand or as peft's `get_peft_model` puts them")
+@pytest.mark.parametrize("cell", [PAIRS, BOTH], ids=short)
+def test_adapters_of_low_rank_train_on_frozen_blocks(world: World, cell: Cell) -> None:
+    check_all(world, cell, adapters)
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
+
+
+class Generates(Wrapped):
+    def training_step(self, batch: Row, batch_idx: int) -> Tensor:
+        self.model.generate(batch["input_ids"][:, :3], max_new_tokens=2)
+        return super().training_step(batch, batch_idx)
+
+
+class GeneratesInValidation(Wrapped):
+    def validation_step(self, batch: Row, batch_idx: int) -> None:
+        self.model.generate(batch["input_ids"][:, :3], max_new_tokens=2)
+
+
+def generates(cell: Cell) -> Experiment:
+    return experiment(cell, Generates(make_model("GPT2LMHeadModel"), 1.0), "causal")
+
+
+def generates_in_validation(cell: Cell) -> Experiment:
+    return experiment(cell, GeneratesInValidation(make_model("GPT2LMHeadModel"), 1.0), "causal")
 
 
 class AsTuple(Wrapped):
@@ -476,10 +604,26 @@ def unknown(cell: Cell) -> Experiment:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (as_tuple, "return_dict=False hides which is which. Leave return_dict out"),
+        pytest.param(
+            as_tuple,
+            "return_dict=False hides which is which. Leave return_dict out",
+            marks=pytest.mark.contract("Loss", "`return_dict=False` for a head that adds several means", "refused"),
+        ),
         (labels_outside_of_the_batch, "the batch does not hold 'mc_labels'. Put the labels into it"),
         (other_labels, r"the step gave it labels of which \d+ count where those in the batch say \d+"),
         (ignores_another_label, "gives ignore_index to the model, whose loss is then not the mean over its labels"),
+        pytest.param(
+            generates,
+            r"generate\(\) was called inside a step.*one forward of the model per step.*strategy.full_parameters\(\)",
+            marks=pytest.mark.contract("Models", "`model.generate` inside a training step", "refused"),
+        ),
+        pytest.param(
+            generates_in_validation,
+            r"generate\(\) was called inside a step.*one forward of the model per step.*strategy.full_parameters\(\)",
+            marks=pytest.mark.contract(
+                "Models", "`model.generate` inside a validation, test or predict step", "refused"
+            ),
+        ),
         (layerdrop, r"leaves out blocks at random \(layerdrop=0.1\).*Set layerdrop=0.0"),
         (unknown, r"holds the HuggingFace models .*ElectraModel.*must contain exactly one of.*register_family"),
     ],
