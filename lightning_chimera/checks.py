@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_chimera.schedules import Schedule, validate
+
+_SAM = ("first_step", "second_step")
+"""What sharpness-aware optimizers have."""
+
+_SUMS_UP = ("Prodigy", "DAdapt")
+"""How the names of those begin whose learning rate comes from sums over all parameters."""
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -190,13 +197,34 @@ def one_optimizer() -> Iterator[None]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that call the step more than once.
+    """Refuses optimizers that need more than the gradient of one step on one rank's parameters.
 
     Raises:
         MisconfigurationException: There is one.
     """
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise MisconfigurationException(
-            "LBFGS evaluates the step several times per optimizer step, which a pipeline does not support."
-            " Use a first-order optimizer."
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS) or all(map(partial(hasattr, optimizer), _SAM)):
+            raise MisconfigurationException(
+                f"{name} evaluates the step several times per optimizer step, which a pipeline does not support."
+                " Use a first-order optimizer, such as AdamW or SGD."
+            )
+        if name.startswith(_SUMS_UP):
+            raise MisconfigurationException(
+                f"{name} sums over the parameters of the whole model to find its learning rate, but each rank of a"
+                " pipeline has those of its own stages. Use an optimizer that looks at each parameter by itself, such"
+                " as AdamW or SGD."
+            )
+
+
+def check_evaluations(count: int, optimizer: Optimizer) -> None:
+    """Refuses an optimizer that evaluates the step once more.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    if count > 1:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} evaluates the step several times per optimizer step, which a pipeline does not"
+            " support. Use a first-order optimizer, such as AdamW or SGD."
         )

@@ -36,6 +36,7 @@ from lightning_chimera.checks import (
     check_callbacks,
     check_choice,
     check_cuts_type,
+    check_evaluations,
     check_fixed_schedule,
     check_module,
     check_optimizers,
@@ -132,6 +133,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._print_plan = print_plan
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
+        self._deals: bool | None = None
         self._engine: Engine | None = None
         self._loader: GroupLoader | None = None
         self._callbacks: StockCallbacks | None = None
@@ -261,6 +263,8 @@ class ChimeraStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._check_module(self.lightning_module, trainer)
         # The leader of a group draws from the user's own loader (runtime/batches.py); there is no public switch for it.
+        if self._deals is None:
+            self._deals = trainer._accelerator_connector.use_distributed_sampler
         trainer._accelerator_connector.use_distributed_sampler = False
         if not self.is_distributed:  # Lightning advises sync_dist for any process group, but logs are equal already
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
@@ -331,7 +335,8 @@ class ChimeraStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         stage = self.lightning_module.trainer.state.stage
         ending = _ENDINGS.get(stage, Ending.LONGEST)
-        return GroupLoader(dataloader, self.topology, self.engine.groups, ending, rank_zero_warn)
+        deals = self._deals is not False
+        return GroupLoader(dataloader, self.topology, self.engine.groups, ending, rank_zero_warn, deals=deals)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -394,8 +399,12 @@ class ChimeraStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Sums the gradients of all copies after the closure, before hooks and clipping see them."""
+        evaluations = 0
 
         def synchronized() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            check_evaluations(evaluations, optimizer)
             loss = closure()
             self.engine.reduce_gradients()
             return loss

@@ -2,7 +2,8 @@
 
 The leader of a group draws from the user's own loader and hands each batch to the other ranks of its group, so they all
 see the same rows whatever shuffles, collates or augments. With several replicas, replica r takes every W-th batch of
-the user's own order; samplers are never replaced.
+the user's own order; samplers are never replaced. A loader that gives a replica's own share already (by the user's word
+or by its ``DistributedSampler``) is taken as it is.
 """
 
 import copy
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_chimera.runtime.microbatches import check_dense, leaves
 from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.randomness import States, get_states, set_states
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -39,13 +41,23 @@ class GroupLoader:
         groups: Control groups.
         ending: When to end.
         warn: Told once if rows are left out.
+        deals: Whether the loader's batches are to be dealt to the replicas; if not, each takes its own loader as it is.
     """
 
     def __init__(
-        self, loader: Any, topology: Topology, groups: Groups, ending: Ending, warn: Callable[[str], None]
+        self,
+        loader: Any,
+        topology: Topology,
+        groups: Groups,
+        ending: Ending,
+        warn: Callable[[str], None],
+        *,
+        deals: bool = True,
     ) -> None:
-        self._loader = _shard(loader, topology, groups) if topology.num_replicas > 1 else loader
-        self._own_share = self._loader is not loader
+        self._deals = not _is_share(loader, topology) and deals and topology.num_replicas > 1
+        self._loader = _shard(loader, topology, groups) if self._deals else loader
+        self._own_share = not self._deals or self._loader is not loader
+        self._lengths = [] if self._deals or topology.num_replicas == 1 else _lengths(loader, topology, groups)
         self._topology = topology
         self._groups = groups
         self._ending = ending
@@ -76,11 +88,21 @@ class GroupLoader:
             TypeError: The user's loader has no length.
         """
         replicas, replica = self._topology.num_replicas, self._topology.replica
+        if not self._deals:
+            return self._own_length()
         count = getattr(self._loader, "num_all_batches", None) if self._own_share else None
         count = len(self._loader) if count is None else count
         if self._ending is Ending.SHORTEST:
             return int(count // replicas)
         return -(-(count - (0 if self._ending is Ending.LONGEST else replica)) // replicas)
+
+    def _own_length(self) -> int:
+        """Number of batches where each replica takes its own loader as it is."""
+        known = [length for length in self._lengths if length is not None]
+        if not known or len(known) < len(self._lengths):
+            return len(self._loader)
+        ends = {Ending.SHORTEST: min(known), Ending.LONGEST: max(known)}
+        return ends.get(self._ending, known[self._topology.replica])
 
     def hand_over(self) -> None:
         """Notes that the next batch goes to a step."""
@@ -114,13 +136,16 @@ class GroupLoader:
 
     def _draw(self) -> Iterator[Any]:
         """This replica's batches, on the leader."""
-        if self._topology.num_replicas == 1 or self._own_share:
+        if self._own_share:
             return iter(self._loader)
         return islice(iter(self._loader), self._topology.replica, None, self._topology.num_replicas)
 
     def _next(self, own: Iterator[Any], indices: Any, number: int) -> tuple[str, Any, Any]:
         """What the leader hands out: how it stands, the batch, and the indices of its rows if someone collects them."""
         batch, has = _try_next(own)
+        if has and self._topology.num_positions > 1:
+            for leaf in leaves(batch):
+                check_dense(leaf)
         if self._topology.num_replicas > 1 and self._ending is not Ending.OWN:
             status, batch = self._agree(batch, has=has)
         else:
@@ -130,20 +155,22 @@ class GroupLoader:
 
     def _agree(self, batch: Any, *, has: bool) -> tuple[str, Any]:
         """Settles between the leaders of all replicas whether to go on, and lends a batch to those that have none."""
-        all_have = torch.tensor([int(has), -int(has)])
-        dist.all_reduce(all_have, op=dist.ReduceOp.MIN, group=self._groups.leaders)
-        everyone, someone = bool(all_have[0]), bool(-all_have[1])
+        nobody = self._topology.world_size
+        votes = torch.tensor([int(has), self._topology.leader if has else nobody])
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._groups.leaders)
+        everyone, lender = votes.tolist()
+        someone = lender < nobody
         if everyone:
             return "batch", batch
         if not someone or self._ending is Ending.SHORTEST:
             if someone and has:
                 self._warn(
-                    f"The number of batches is not a multiple of the {self._topology.num_replicas} replicas: the last"
-                    " ones of each epoch are left out of training, so that every step has a batch from every replica."
+                    f"The {self._topology.num_replicas} replicas do not have equally many batches: the last ones of"
+                    " each epoch are left out of training, so that every step has a batch from every replica."
                 )
             return "end", None
         lent = [batch]
-        dist.broadcast_object_list(lent, 0, group=self._groups.leaders)  # replica 0 is the last to run dry
+        dist.broadcast_object_list(lent, lender, group=self._groups.leaders)
         return ("batch", batch) if has else ("surplus", lent[0])
 
 
@@ -152,6 +179,56 @@ def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
         return next(iterator), True
     except StopIteration:
         return None, False
+
+
+def _lengths(loader: Any, topology: Topology, groups: Groups) -> list[int | None]:
+    """The length of each replica's loader, by what its leader says; every rank must call it."""
+    try:
+        own: int | None = len(loader)
+    except TypeError:
+        own = None
+    gathered: list[int | None] = [None] * topology.world_size
+    dist.all_gather_object(gathered, own, group=groups.world)
+    return [gathered[leader] for leader in topology.leaders()]
+
+
+def _is_share(loader: Any, topology: Topology) -> bool:
+    """Whether a loader's sampler or data set gives this replica's share of the rows.
+
+    Raises:
+        ValueError: It gives a share, but not this replica's.
+    """
+    wanted = (topology.num_replicas, topology.replica)
+    shares = list(_shares(loader))
+    for name, count, rank in shares:
+        if (count, rank) != wanted:
+            raise ValueError(
+                f"The data loader's {name} gives share {rank} of {count}, but this rank belongs to replica {wanted[1]}"
+                f" of {wanted[0]}: the {topology.num_positions} ranks of a pipeline train on the same rows, so rows are"
+                " shared between replicas, not ranks. Leave the sampler out, since the batches of any loader are dealt"
+                " to the replicas; or make the share by **trainer.strategy.distributed_sampler_kwargs."
+            )
+    return bool(shares)
+
+
+def _shares(loader: Any) -> Iterator[tuple[str, int, int]]:
+    """The distributed samplers of a loader, however deep in other samplers, and its data set if it is a node's share.
+
+    They are known by what torch's, and those made after it, have; a HuggingFace stream split by node has the same.
+    """
+    split: Any = getattr(getattr(loader, "dataset", None), "_distributed", None)
+    if hasattr(split, "world_size") and hasattr(split, "rank"):
+        yield type(loader.dataset).__name__, split.world_size, split.rank
+    parts, seen = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)], set()
+    while parts:
+        part = parts.pop()
+        if id(part) in seen or not hasattr(part, "__dict__"):
+            continue
+        seen.add(id(part))
+        values = vars(part)
+        if isinstance(values.get("num_replicas"), int) and isinstance(values.get("rank"), int):
+            yield type(part).__name__, values["num_replicas"], values["rank"]
+        parts += [value for name, value in values.items() if isinstance(value, Sampler) or "sampler" in name]
 
 
 def _is_tracked(sampler: Any) -> bool:

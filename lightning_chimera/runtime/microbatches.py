@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ def count_rows(batch: Any) -> int | None:
         return _first_rows(batch.values())
     if is_dataclass(batch) and not isinstance(batch, type):
         return _first_rows(getattr(batch, field.name) for field in fields(batch))
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
     if isinstance(batch, list | tuple):
         return len(batch) if batch and _is_list_of_rows(batch) else _first_rows(batch)
     return None
@@ -72,6 +76,7 @@ def row_ranges(rows: int, num_parts: int) -> list[tuple[int, int]]:
 
 def cut(part: Any, rows: int, start: int, end: int) -> Any:
     """Rows start .. end - 1 of a part of a batch of so many rows."""
+    check_dense(part)
     if isinstance(part, Tensor):
         return part[start:end] if part.ndim and part.shape[0] == rows else part
     if isinstance(part, Mapping):
@@ -89,6 +94,22 @@ def cut(part: Any, rows: int, start: int, end: int) -> Any:
     return part
 
 
+def check_dense(part: Any) -> None:
+    """Refuses what has rows that can't be cut, or no plain numbers that can be sent.
+
+    Raises:
+        TypeError: It is a packed sequence, or a sparse or nested tensor.
+    """
+    kind = type(part).__name__ if isinstance(part, PackedSequence) else ""
+    if isinstance(part, Tensor) and (part.layout is not torch.strided or part.is_nested):
+        kind = f"nested tensor ({part.layout})" if part.is_nested else f"sparse tensor ({part.layout})"
+    if kind:
+        raise TypeError(
+            f"The batch holds a {kind}. A pipeline sends batches between its ranks and cuts them by rows, so a batch is"
+            " made of dense tensors: pad in the data loader, and pack or make it sparse in the step."
+        )
+
+
 def leaves(part: Any) -> Iterator[Any]:
     """What a part of a batch is made of, in order: tensors, and the keys and values that are no containers."""
     if isinstance(part, Mapping):
@@ -98,7 +119,7 @@ def leaves(part: Any) -> Iterator[Any]:
     elif is_dataclass(part) and not isinstance(part, type):
         for field in fields(part):
             yield from leaves(getattr(part, field.name))
-    elif isinstance(part, list | tuple):
+    elif isinstance(part, list | tuple) and not isinstance(part, PackedSequence):
         for value in part:
             yield from leaves(value)
     else:

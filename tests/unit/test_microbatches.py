@@ -2,6 +2,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +54,7 @@ def test_every_structure_is_kept() -> None:
         assert torch.equal(get(batch), ids), "the batch itself is left alone"
 
 
+@pytest.mark.contract("Data", "nested batches with strings, numbers, `None` and lists")
 def test_lists_with_an_entry_per_row_are_cut_and_all_else_goes_everywhere() -> None:
     batch = {
         "input_ids": torch.zeros(4, 3),
@@ -91,6 +93,19 @@ def test_a_list_of_samples_has_a_row_for_each() -> None:
     assert count_rows([torch.zeros(8), torch.zeros(8)]) == 8
     assert count_rows([{"input_ids": torch.zeros(8, 16)}, {"input_ids": torch.zeros(8, 16)}]) == 8
     assert count_rows((["a", "b", "c"], ["x", "y", "z"])) == 3
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        (torch.eye(4).to_sparse(), r"sparse tensor \(torch.sparse_coo\)"),
+        (torch.nested.nested_tensor([torch.ones(2)] * 4, layout=torch.jagged), r"nested tensor \(torch.jagged\)"),
+        (torch.nn.utils.rnn.pack_sequence([torch.ones(3)] * 4), "PackedSequence"),
+    ],
+)
+def test_what_has_no_rows_to_cut_is_refused(part: Any, given: str) -> None:
+    with pytest.raises(TypeError, match=f"The batch holds a {given}.*made of dense tensors: pad in the data loader"):
+        split({"input_ids": torch.zeros(4, 3), "part": part}, 2)
 
 
 def test_a_batch_without_rows_is_one_microbatch() -> None:
