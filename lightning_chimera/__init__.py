@@ -8,6 +8,7 @@ Importing the package registers the strategies ``chimera``, ``chimera_gpipe`` an
     L.Trainer(strategy="chimera", devices=4).fit(module, datamodule)
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -48,3 +49,23 @@ for _name, _schedule in (("chimera", "chimera"), ("chimera_gpipe", "gpipe"), ("c
         override=True,
         schedule=_schedule,
     )
+
+
+def _refuse(**_: Any) -> None:
+    """Says which Trainer knows the strategy.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "strategy='chimera' was given to a Trainer of pytorch_lightning. lightning_chimera is for `lightning` alone,"
+        " whose classes are others: write `import lightning as L` (or `from lightning import pytorch as pl`) instead of"
+        " `import pytorch_lightning as pl`, everywhere."
+    )
+
+
+if "pytorch_lightning" in sys.modules:
+    for _name in ("chimera", "chimera_gpipe", "chimera_1f1b"):
+        sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
+            _name, _refuse, description="For the Trainer of `lightning` alone", override=True
+        )

@@ -53,6 +53,7 @@ def list_of_tuples(cell: Cell) -> Experiment:
     return samples(cell, [(row["input_ids"], row["labels"]) for row in usual_rows(cell)])
 
 
+@pytest.mark.contract("Data", "a batch that is a list of samples")
 @pytest.mark.parametrize(
     ("cell", "make"), [(CHIMERA, list_of_dicts), (REPLICAS, list_of_dicts), (CHIMERA, list_of_tuples)], ids=label
 )
@@ -82,6 +83,7 @@ def in_columns(cell: Cell) -> Experiment:
     return Experiment(SplitsByColumns(), make_loader(rows, cell.batch_size, collate_fn=columns), {"max_steps": 4})
 
 
+@pytest.mark.contract("Data", "a `microbatch_split` hook")
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 2, replicas=2, microbatches=2)], ids=str)
 def test_a_module_may_split_its_batch_itself(world: World, cell: Cell) -> None:
     check(world, cell, in_columns)
@@ -102,6 +104,7 @@ def texts(cell: Cell) -> Experiment:
     return Experiment(Spells(), make_loader(rows, cell.batch_size))
 
 
+@pytest.mark.contract("Data", "a training step that tokenizes its texts")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_texts_of_any_length_may_be_made_ids_in_the_step(world: World, cell: Cell) -> None:
     check(world, cell, texts)
@@ -113,5 +116,6 @@ class CropsPadding(LanguageModule):
         return super().training_step({name: value[:, :longest] for name, value in batch.items()}, batch_idx)
 
 
+@pytest.mark.contract("Data", "a training step that crops by the contents of its batch, with one stage")
 def test_a_single_stage_may_crop_by_the_contents_of_a_batch(world: World) -> None:
     check(world, SINGLE, CropsPadding)

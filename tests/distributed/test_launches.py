@@ -32,6 +32,7 @@ def train_plainly() -> tuple[float, dict[str, Tensor]]:
     return float(trainer.callback_metrics["train_loss"]), dict(module.state_dict())
 
 
+@pytest.mark.contract("Launch", "popen, spawn and torchrun")
 @pytest.mark.parametrize("method", ["popen", "torchrun", "spawn"])
 def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, method: str) -> None:
     options = {"start_method": "spawn"} if method == "spawn" else {}
@@ -48,6 +49,7 @@ def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, met
         torch.testing.assert_close(told["state"], state, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.contract("Launch", "an error on one rank ends all of them soon, with that error on the screen")
 @pytest.mark.parametrize(
     ("module", "strategy"),
     [("RaisesAfterTheModel", "chimera_1f1b"), ("RaisesBeforeTheModel", "chimera")],
@@ -134,6 +136,10 @@ def start_alone(options: dict[str, Any]) -> None:
     script.run(**options)
 
 
+@pytest.mark.contract(
+    "Launch", "sizes, cuts, schedules and modules that do not fit, before any process is started", "refused"
+)
+@pytest.mark.contract("Loop", "manual optimization", "refused", "Lightning#7957, Lightning#4485")
 @pytest.mark.parametrize("method", ["popen", "spawn"])
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_input_is_refused_before_a_process_is_started(
@@ -150,6 +156,7 @@ def test_good_input_would_start_a_process(world: World) -> None:
             world.run(start_alone, {"start_method": method}, size=1)
 
 
+@pytest.mark.contract("Loop", "several optimizers", "refused")
 @pytest.mark.long
 def test_several_optimizers_end_a_run_with_what_to_do_instead(tmp_path: Path) -> None:
     ended = launch(tmp_path, module="TwoOptimizers", devices=2, limit=60.0)

@@ -1,5 +1,6 @@
 """Steps that would train something else than one process does are refused."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertForPreTraining
+
+import lightning_chimera
 
 from .fidelity import Cell, Experiment, Make, check, make_trainer, train, usual, usual_rows
 from .users import LanguageModule, Row, make_loader, make_rows
@@ -90,6 +93,9 @@ def samples(cell: Cell) -> Experiment:
     return Experiment(TakesSamples(), make_loader(usual_rows(cell), cell.batch_size, collate_fn=as_they_are))
 
 
+@pytest.mark.contract(
+    "Loss", "a loss of one's own where labels hold -100 and no `microbatch_weight` says how it counts", "refused"
+)
 @pytest.mark.parametrize("make", [own_labels, tuples, nested, samples, TakesLabelsOut, AsksAHeadOfTwoLosses])
 def test_a_loss_of_ones_own_over_labels_of_which_some_are_ignored_needs_a_weight(world: World, make: Make) -> None:
     with pytest.raises(RankFailed, match=r"(?s)ValueError: The labels hold -100 .*Define `microbatch_weight"):
@@ -106,6 +112,7 @@ def weighed_tuples(cell: Cell) -> Experiment:
     return Experiment(TakesWeighedTuples(), experiment.loader)
 
 
+@pytest.mark.contract("Loss", "a loss of one's own with a `microbatch_weight` hook")
 def test_with_a_weight_it_is_right(world: World) -> None:
     check(world, CHIMERA, weighed_tuples)
 
@@ -136,6 +143,7 @@ class AsksInTheConfig(LanguageModule):
         self.model.config.output_hidden_states = True
 
 
+@pytest.mark.contract("Models", "`output_hidden_states` and `output_attentions` over several stages", "refused")
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -157,6 +165,7 @@ def validate(cell: Cell) -> Any:
     return trainer.validate(AsksForHiddenStates(), make_loader(make_rows("gpt2", 8), 4), verbose=False)
 
 
+@pytest.mark.contract("Models", "`output_hidden_states` and `output_attentions` over several stages", "refused")
 def test_the_inside_of_other_stages_is_refused_in_evaluation_and_there_with_one_stage(world: World) -> None:
     with pytest.raises(RankFailed, match="output_hidden_states=True asks for the inside of every block"):
         world.run(validate, FEW, size=2)
@@ -169,6 +178,121 @@ class CountsItems(LanguageModule):
         return self.model(**batch, num_items_in_batch=torch.tensor(50.0)).loss
 
 
+@pytest.mark.contract("Loss", "`num_items_in_batch` given to the model", "refused", reported="HF#34191")
 def test_a_loss_divided_by_a_number_of_the_users_is_refused(world: World) -> None:
     with pytest.raises(RankFailed, match="gives num_items_in_batch to the model, whose loss is then not the mean"):
         world.run(train, FEW, CountsItems, size=2)
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+class Sharp(torch.optim.SGD):
+    """What sharpness-aware optimizers look like."""
+
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class Prodigy(torch.optim.SGD):
+    """Has the name of one that sums over the whole model."""
+
+
+class TriesTwice(torch.optim.SGD):
+    """Evaluates the step twice, which nothing shows beforehand."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Optimizes(LanguageModule):
+    def __init__(self, optimizer: type[torch.optim.SGD]) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+def sharp(cell: Cell) -> Experiment:
+    return usual(cell, Optimizes(Sharp))
+
+
+def prodigy(cell: Cell) -> Experiment:
+    return usual(cell, Optimizes(Prodigy))
+
+
+def tries_twice(cell: Cell) -> Experiment:
+    return usual(cell, Optimizes(TriesTwice))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(
+            sharp,
+            "Sharp evaluates the step several times per optimizer step.*Use a first-order optimizer",
+            marks=pytest.mark.contract("Loop", "sharpness-aware optimizers (SAM)", "refused"),
+        ),
+        pytest.param(
+            prodigy,
+            "Prodigy sums over the parameters of the whole model.*each rank .* has those of its own stages.*Use an",
+            marks=pytest.mark.contract("Loop", "Prodigy and D-Adaptation, which sum over the whole model", "refused"),
+        ),
+        pytest.param(
+            tries_twice,
+            "TriesTwice evaluates the step several times per optimizer step.*Use a first-order optimizer",
+            marks=pytest.mark.contract("Loop", "any optimizer that calls its closure more than once", "refused"),
+        ),
+    ],
+)
+def test_an_optimizer_that_needs_more_than_a_gradient_is_refused(world: World, make: Make, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        world.run(train, FEW, make, size=2, limit=30)
+
+
+# ------------------------------------------------------------------------------------------------- another Lightning
+
+
+def train_with_the_old_names(what: str) -> None:
+    import pytorch_lightning as old
+
+    if what == "module":
+        make_trainer(FEW).fit(old.LightningModule())
+    importlib.reload(lightning_chimera)  # as if it were imported now
+    old.Trainer(strategy=what, accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        pytest.param(
+            "chimera",
+            "given to a Trainer of pytorch_lightning.*for `lightning` alone.*write `import lightning as L`",
+            marks=pytest.mark.contract("Launch", "a Trainer of `pytorch_lightning`", "refused"),
+        ),
+        pytest.param(
+            "module",
+            "You passed a `pytorch_lightning` object.*Please switch to a single import style",
+            marks=pytest.mark.contract("Launch", "a LightningModule of `pytorch_lightning`", "refused"),
+        ),
+    ],
+)
+def test_the_old_namespace_is_refused(world: World, what: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        world.run(train_with_the_old_names, what, size=1)
+
+
+def train_compiled() -> None:
+    make_trainer(FEW).fit(torch.compile(LanguageModule()), make_loader(make_rows("gpt2", 8)))
+
+
+@pytest.mark.contract("Models", "a model or a LightningModule compiled by `torch.compile`", "refused")
+def test_a_compiled_module_is_refused(world: World) -> None:
+    said = (
+        "compiled model is incompatible with the current strategy: `ChimeraStrategy`.*avoid passing in compiled model"
+    )
+    with pytest.raises(RankFailed, match=said):  # by Lightning itself
+        world.run(train_compiled, size=1)

@@ -1,5 +1,7 @@
 """Whatever a training step does in a plain Trainer, it does in a pipeline."""
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForPreTraining, BertModel, GPT2ForSequenceClassification
 
-from .fidelity import STEPS, Cell, Experiment, Make, check, same_changes, train, train_plainly, usual, usual_rows
+from .fidelity import STEPS, Cell, Experiment, Make, check, label, same_changes, train, train_plainly, usual, usual_rows
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_model, make_rows
 from .world import RankFailed, World
 
@@ -64,6 +66,7 @@ class ComputesBefore(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.contract("Loss", "a loss returned as a tensor, in a dict, or as the model's output")
 @pytest.mark.parametrize(
     "module", [ReturnsDict, ReturnsOutput, ReturnsFromTuple, CallsItself, CatchesExceptions, ComputesBefore]
 )
@@ -120,6 +123,7 @@ def loss_scaled(cell: Cell) -> Experiment:
     return usual(cell, LossScaled(), usual_rows(cell, padded=False), gradient_clip_val=0.05)
 
 
+@pytest.mark.contract("Loss", "labels that the step makes or changes itself", reported="HF#46204")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 @pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, LabelsChanged, loss_scaled])
 def test_a_step_may_make_its_own_labels(world: World, make: Make, cell: Cell) -> None:
@@ -142,6 +146,9 @@ class WeighedTokenLoss(OwnTokenLoss):
         return int((batch["labels"][:, 1:] != -100).sum())
 
 
+@pytest.mark.contract(
+    "Loss", "a loss of one's own where labels hold -100 and no `microbatch_weight` says how it counts", "refused"
+)
 def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(world: World) -> None:
     with pytest.raises(
         RankFailed, match=r"(?s)ValueError: .*labels hold -100.*Define.*microbatch_weight\(self, batch\)"
@@ -149,6 +156,7 @@ def test_a_loss_of_unknown_weight_is_refused_where_labels_are_ignored(world: Wor
         world.run(train, CHIMERA, OwnTokenLoss, size=4)
 
 
+@pytest.mark.contract("Loss", "a loss of one's own with a `microbatch_weight` hook", reported="HF#34191")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_microbatch_weight_makes_it_exact(world: World, cell: Cell) -> None:
     check(world, cell, WeighedTokenLoss)
@@ -232,6 +240,7 @@ def row_classifier(cell: Cell) -> Experiment:
     return usual(cell, RowClassifier(), rows)
 
 
+@pytest.mark.contract("Models", "parameters outside of the HuggingFace model, used or not")
 @pytest.mark.parametrize("cell", [BERT, REPLICAS], ids=str)
 def test_own_parameters_and_a_loss_by_rows_train_alike(world: World, cell: Cell) -> None:
     _, ranks = check(world, cell, row_classifier)
@@ -259,6 +268,7 @@ def classifier(cell: Cell) -> Experiment:
     return usual(cell, Classifier(), rows, gradient_clip_val=0.05)
 
 
+@pytest.mark.contract("Loss", "a mean over rows")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_a_head_for_rows_trains_alike(world: World, cell: Cell) -> None:
     check(world, cell, classifier)
@@ -279,6 +289,7 @@ def pre_training(cell: Cell) -> Experiment:
     return usual(cell, PreTraining(), rows)
 
 
+@pytest.mark.contract("Loss", "two means in one loss (MLM and next sentence)", reported="HF#16711")
 @pytest.mark.parametrize("cell", [BERT, replace(REPLICAS, model="bert")], ids=str)
 def test_a_loss_with_two_denominators_trains_alike(world: World, cell: Cell) -> None:
     check(world, cell, pre_training)
@@ -308,6 +319,7 @@ def all_but_the_head_frozen(cell: Cell) -> Experiment:
     return usual(cell, Frozen("transformer"), gradient_clip_val=0.05)
 
 
+@pytest.mark.contract("Models", "frozen blocks and whole frozen stages", reported="PT#153484, DS#3895")
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 4, microbatches=8)], ids=str)
 @pytest.mark.parametrize("make", [first_stage_frozen, middle_stage_frozen, all_but_the_head_frozen])
 def test_a_stage_may_be_frozen(world: World, make: Make, cell: Cell) -> None:
@@ -330,6 +342,7 @@ class MadeLate(LanguageModule):
             self.model = make_model("gpt2")
 
 
+@pytest.mark.contract("The module", "a model made in `configure_model`")
 def test_a_model_may_be_made_in_configure_model(world: World) -> None:
     plain = train_plainly(world, CHIMERA.reference, MadeLate)
     for seen in world.run(train, CHIMERA, MadeLate, size=4):
@@ -343,6 +356,7 @@ class Checkpointed(LanguageModule):
         self.model.gradient_checkpointing_enable()
 
 
+@pytest.mark.contract("Models", "`gradient_checkpointing_enable`")
 def test_activations_may_be_recomputed(world: World) -> None:
     check(world, CHIMERA, Checkpointed)
 
@@ -351,6 +365,7 @@ def clipped_by_value(cell: Cell) -> Experiment:
     return usual(cell, LanguageModule(cell.model), gradient_clip_algorithm="value", gradient_clip_val=0.01)
 
 
+@pytest.mark.contract("Loop", "clipping by value")
 def test_gradients_may_be_clipped_by_value(world: World) -> None:
     plain, _ = check(world, CHIMERA, clipped_by_value)
     changes = [plain.after[name] - value for name, value in plain.before.items()]
@@ -380,11 +395,13 @@ def five_blocks(cell: Cell) -> Experiment:
     return usual(cell, LanguageModule(cell.model, blocks=5))
 
 
+@pytest.mark.contract("Models", "numbers of blocks that the stages do not divide")
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 3, microbatches=5), Cell("gpipe", 5, model="bert")], ids=str)
 def test_blocks_need_not_divide_evenly(world: World, cell: Cell) -> None:
     check(world, cell, five_blocks)
 
 
+@pytest.mark.contract("Precision", "bf16-mixed and bf16-true", reported="PT#129732")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_trains_nearly_alike(world: World, precision: str) -> None:
     cell = replace(CHIMERA, precision=precision)
@@ -412,6 +429,9 @@ def one_row(cell: Cell) -> Experiment:
     return rows_per_batch(cell, [1] * 4, max_epochs=2, max_steps=-1)
 
 
+@pytest.mark.contract(
+    "Data", "batches of fewer rows than microbatches or stages, and of one row", reported="TT#784, TT#775"
+)
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("1f1b", 2, microbatches=8), BERT], ids=str)
 @pytest.mark.parametrize("make", [few_rows, one_row])
 def test_a_batch_may_have_fewer_rows_than_microbatches(world: World, make: Make, cell: Cell) -> None:
@@ -423,9 +443,10 @@ def lengths_change(cell: Cell) -> Experiment:
     rows = [row for length in lengths for row in make_rows(cell.model, ROWS, length=length)]
     validation = make_loader(make_rows(cell.model, 5, length=6), 3)
     loaders = {"train_dataloaders": make_loader(rows, ROWS), "val_dataloaders": validation}
-    return Experiment(LanguageModule(cell.model), loaders, {"val_check_interval": 1})
+    return Experiment(LanguageModule(cell.model), loaders, {"val_check_interval": 1, "num_sanity_val_steps": 2})
 
 
+@pytest.mark.contract("Data", "lengths that change from batch to batch and in validation", reported="DS#5696, DS#3649")
 @pytest.mark.parametrize("cell", [CHIMERA, BERT], ids=str)
 def test_lengths_may_change_between_batches_and_in_validation(world: World, cell: Cell) -> None:
     check(world, cell, lengths_change)
@@ -481,6 +502,7 @@ def padded_left(cell: Cell) -> Experiment:
     return masks(cell, "positions")
 
 
+@pytest.mark.contract("Data", "masks as bool, int, float or 4-D tensors, or none", reported="DS#969, TT#1723")
 @pytest.mark.parametrize("make", [bool_mask, float_mask, no_mask, square_mask, padded_left])
 def test_masks_may_have_any_form(world: World, make: Make) -> None:
     check(world, CHIMERA, make)
@@ -502,10 +524,12 @@ class CropsPadding(LanguageModule):
         return super().training_step({name: value[:, :longest] for name, value in batch.items()}, batch_idx)
 
 
+@pytest.mark.contract("Data", "a training step that crops by the shape of its batch")
 def test_a_step_may_crop_by_the_shape_of_a_batch(world: World) -> None:
     check(world, CHIMERA, Crops)
 
 
+@pytest.mark.contract("Data", "a training step that crops by the contents of its batch, over several stages", "refused")
 def test_a_step_that_crops_by_the_contents_of_a_batch_is_told_not_to(world: World) -> None:
     with pytest.raises(RankFailed, match="crop or pad in the data loader, not in the step"):
         world.run(train, Cell("1f1b", 2), CropsPadding, size=2)
@@ -525,8 +549,104 @@ def shared_positions(cell: Cell) -> Experiment:
     return Experiment(LanguageModule(cell.model), loader)
 
 
+@pytest.mark.contract("Data", "tensors of a batch that are not batch-sized", reported="TT#1723")
 def test_what_has_no_rows_goes_to_every_microbatch(world: World) -> None:
     check(world, REPLICAS, shared_positions)
+
+
+def without_labels(cell: Cell, *numbers: int, **options: Any) -> Experiment:
+    """Trains on the usual rows, of which some batches of each window of two have no label."""
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        if number // ROWS % (2 * cell.replicas) in numbers:
+            row["labels"] = torch.full_like(row["labels"], -100)
+    return usual(cell, LanguageModule(cell.model), rows, **options)
+
+
+def a_replica_without_labels(cell: Cell) -> Experiment:
+    return without_labels(cell, 0, 3)
+
+
+def half_a_batch_without_labels(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for number, row in enumerate(rows):
+        if number % ROWS < ROWS // 2:
+            row["labels"] = torch.full_like(row["labels"], -100)
+    return usual(cell, LanguageModule(cell.model), rows)
+
+
+@pytest.mark.contract("Loss", "microbatches, pipes and replicas in which every label is -100 count for nothing")
+@pytest.mark.parametrize(
+    ("cell", "make"),
+    [
+        (Cell("chimera", 2, microbatches=4), half_a_batch_without_labels),
+        (replace(REPLICAS, schedule="gpipe"), a_replica_without_labels),
+    ],
+    ids=label,
+)
+def test_a_part_without_any_label_counts_for_nothing(world: World, cell: Cell, make: Make) -> None:
+    check(world, cell, make)
+
+
+def no_labels_at_all(cell: Cell) -> Experiment:
+    return without_labels(cell, 0, 1)
+
+
+@pytest.mark.contract(
+    "Loss",
+    "a window of batches in which every label is -100 has losses NaN as in DDP, but no gradient, where DDP's are NaN",
+    "differs",
+)
+def test_a_window_without_any_label_changes_nothing(world: World) -> None:
+    for seen in world.run(train, Cell("chimera", 2), no_labels_at_all, size=2):
+        assert all(map(math.isnan, seen.losses))
+        assert len(seen.losses) == 2 * STEPS
+        torch.testing.assert_close(seen.after, seen.before, rtol=0.0, atol=0.0)
+
+
+def padded_rows(cell: Cell) -> Experiment:
+    rows = usual_rows(cell)
+    for row in rows[3::4]:
+        row.update(
+            input_ids=torch.zeros_like(row["input_ids"]),
+            attention_mask=torch.zeros_like(row["attention_mask"]),
+            labels=torch.full_like(row["labels"], -100),
+        )
+    return usual(cell, LanguageModule(cell.model, attention=cell.attention), rows)
+
+
+@pytest.mark.contract("Data", "rows that are padding only add nothing", reported="PT#103749, HF#31035")
+@pytest.mark.parametrize(
+    "cell", [Cell("chimera", 2, attention="eager"), Cell("1f1b", 2, model="bert"), Cell("gpipe", 4)], ids=str
+)
+def test_rows_of_padding_only_add_nothing(world: World, cell: Cell) -> None:
+    plain, _ = check(world, cell, padded_rows)
+    assert all(torch.isfinite(value).all() for value in plain.after.values())
+
+
+@pytest.mark.contract("Loop", "four batches accumulated are the mean of their losses", reported="TT#1733, PT#144352")
+@pytest.mark.parametrize("cell", [Cell("chimera", 2, accumulate=4)], ids=str)
+def test_accumulated_gradients_are_not_scaled_again(world: World, cell: Cell) -> None:
+    check(world, cell)
+
+
+@pytest.mark.contract("Data", "any number of microbatches, whether or not it divides the rows or the stages")
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("chimera", 2, microbatches=5),
+        Cell("1f1b", 4, microbatches=7),
+        *(
+            pytest.param(Cell(schedule, stages, microbatches=count), marks=pytest.mark.long)
+            for schedule in ("chimera", "gpipe", "1f1b")
+            for stages in (2, 4)
+            for count in (5, 7)
+        ),
+    ],
+    ids=str,
+)
+def test_the_microbatches_need_not_divide_the_rows(world: World, cell: Cell) -> None:
+    check(world, cell)
 
 
 # ---------------------------------------------------------------------------------------------------------- randomness
@@ -556,6 +676,7 @@ def dropout_on_equal_rows(cell: Cell) -> Experiment:
     return usual(cell, Noting(0.2), rows, max_steps=1)
 
 
+@pytest.mark.contract("Loop", "dropout draws the same masks whatever the stages and the schedule")
 def test_dropout_is_the_same_for_every_layout(world: World) -> None:
     single = world.run(train, Cell("1f1b", 1), dropout, size=1)[0]
     for cell in (Cell("1f1b", 2), Cell("gpipe", 4), Cell("chimera", 2), Cell("chimera", 4)):
@@ -563,10 +684,41 @@ def test_dropout_is_the_same_for_every_layout(world: World) -> None:
         same_changes(seen, single)
 
 
+@pytest.mark.contract("Loop", "dropout differs between microbatches, replicas and batches", reported="MLM#206")
 def test_dropout_differs_between_microbatches_replicas_and_batches(world: World) -> None:
     ranks = world.run(train, Cell("chimera", 2, replicas=2), dropout_on_equal_rows, size=4)
     losses = [loss for seen in ranks for loss in seen.notes[0]]
     assert len(losses) == len(set(losses)) == 2 * 2 * 4
+
+
+@pytest.mark.contract("Loop", "`seed_everything` makes a run the same twice, to the bit", reported="MLM#206")
+def test_a_seed_gives_the_same_run_twice(world: World) -> None:
+    first, second = (world.run(train, Cell("chimera", 2, replicas=2), dropout, size=4) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert (one.losses, one.hashes) == (other.losses, other.hashes)
+
+
+class NotesItsStart(LanguageModule):
+    """Notes the whole model as it is when training starts."""
+
+    def on_train_start(self) -> None:
+        whole = getattr(self.trainer.strategy, "full_parameters", nullcontext)
+        with whole():
+            self.notes = {name: value.detach().clone() for name, value in self.named_parameters()}
+
+
+def from_a_seed(cell: Cell) -> Experiment:
+    L.seed_everything(7, verbose=False)
+    return usual(cell, NotesItsStart())
+
+
+@pytest.mark.contract("Models", "a model starts with the weights that one process gives it", reported="PT#139304")
+def test_a_model_starts_as_in_one_process(world: World) -> None:
+    plain = train_plainly(world, CHIMERA.reference, from_a_seed)
+    for seen in world.run(train, CHIMERA, from_a_seed, size=4):
+        torch.testing.assert_close(seen.notes, plain.notes, rtol=0.0, atol=0.0)
+    blocks = [plain.notes[f"model.transformer.h.{number}.mlp.c_proj.weight"] for number in range(4)]
+    assert len({float(block.double().sum()) for block in blocks}) == 4
 
 
 # -------------------------------------------------------------------------------------------------------------- hooks
@@ -603,6 +755,11 @@ class Hooks(LanguageModule):
         self.notes.append(("on_train_batch_end", batch_idx))
 
 
+@pytest.mark.contract(
+    "Loop",
+    "hooks run in the order, number and with the gradients of a plain run",
+    reported="Lightning#7924, Lightning#4151",
+)
 def test_hooks_run_in_the_order_and_with_the_values_of_a_plain_training(world: World) -> None:
     plain, ranks = check(world, Cell("chimera", 2), Hooks)
     for seen in ranks:
@@ -640,22 +797,35 @@ class BarrierBefore(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
-class Generates(LanguageModule):
-    def training_step(self, batch: Row, batch_idx: int) -> Any:
-        with torch.no_grad():
-            self.model.generate(batch["input_ids"][:, :3], max_new_tokens=2)
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (TwoCalls, "The model was called more than once in one step"),
-        (NoCall, "The step returned without calling the GPT2Model 'model.transformer'"),
-        (ReturnsNone, "training_step returned NoneType without a loss"),
-        (Barrier, r"strategy\.barrier\(\) was called inside a step"),
+        pytest.param(
+            TwoCalls,
+            "The model was called more than once in one step.*compute everything from one call",
+            marks=pytest.mark.contract("The module", "two calls of the model in a training step", "refused"),
+        ),
+        pytest.param(
+            NoCall,
+            "The step returned without calling the GPT2Model 'model.transformer'.*calls the model exactly once",
+            marks=pytest.mark.contract("The module", "a step that never calls the model", "refused"),
+        ),
+        pytest.param(
+            ReturnsNone,
+            "training_step returned NoneType without a loss.*must return the loss, as a tensor or under",
+            marks=pytest.mark.contract(
+                "Loss",
+                "`None` returned to skip a batch, as for every strategy of several processes",
+                "refused",
+                "Lightning#5243, Lightning#12190",
+            ),
+        ),
+        pytest.param(
+            Barrier,
+            r"strategy\.barrier\(\) was called inside a step",
+            marks=pytest.mark.contract("The module", "`strategy.barrier()` inside a step", "refused"),
+        ),
         (BarrierBefore, r"strategy\.barrier\(\) was called inside a step"),
-        (Generates, "The model was called more than once in one step|generate"),
     ],
 )
 def test_a_step_that_cannot_be_cut_is_an_error(world: World, module: type[LanguageModule], message: str) -> None:
@@ -673,6 +843,7 @@ def two_calls_in_validation(cell: Cell) -> Experiment:
     return Experiment(TwoCallsInValidation(), {"train_dataloaders": loader, "val_dataloaders": loader})
 
 
+@pytest.mark.contract("The module", "two calls of the model in a validation, test or predict step", "refused")
 def test_two_model_calls_in_validation_are_an_error(world: World) -> None:
     with pytest.raises(RankFailed, match="The model was called more than once in one step"):
         world.run(train, Cell("1f1b", 2), two_calls_in_validation, size=2, limit=20)
