@@ -7,6 +7,7 @@ from pydoc_data.topics import topics
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -44,6 +45,7 @@ def main():
         devices=2,
         max_steps=60,
         log_every_n_steps=10,
+        logger=CSVLogger("."),
     )
     trainer.fit(
         LanguageModel(), DataLoader(rows[200:], batch_size=16, shuffle=True), DataLoader(rows[:200], batch_size=16)

@@ -7,17 +7,20 @@ arguments. torch is imported after Hydra has read them: `--help` and a misspelt 
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.plugins import Plugins
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
 
 from hydra_plugins.lightning_chimera import LightningChimeraSearchPathPlugin
 
 if TYPE_CHECKING:
     import lightning as L
+
+_LOGGER_EXTRAS = ("tensorboard", "wandb")
+"""Options of the group `logger` whose package comes with an extra of the same name."""
 
 
 def run(config: DictConfig) -> float | None:
@@ -51,8 +54,8 @@ def run(config: DictConfig) -> float | None:
     module = instantiate(config.model, _convert_="all")
     callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
     callbacks.append(LambdaCallback(on_validation_end=keep_loss))
-    logger = instantiate(config.logger, _convert_="all") if config.logger else False
-    trainer = instantiate(config.trainer, logger=logger, callbacks=callbacks, _convert_="all")
+    loggers = [_build_logger(name, logger) for name, logger in config.logger.items()]
+    trainer = instantiate(config.trainer, logger=loggers, callbacks=callbacks, _convert_="all")
     try:
         if "LOCAL_RANK" not in os.environ:
             _try_out(config, datamodule)
@@ -66,6 +69,21 @@ def run(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         _print_summary(trainer, losses, Path(config.paths.output_dir))
     return losses[-1] if losses else None
+
+
+def _build_logger(name: str, config: DictConfig) -> Any:
+    """Builds a logger; where its package is missing, says which extra brings it."""
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(config, _convert_="all")
+    except InstantiationException as error:
+        if name not in _LOGGER_EXTRAS or not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        raise CompactHydraException(
+            f"The logger {name!r} needs a package that is not installed. Install it with pip install"
+            f" 'lightning-chimera[{name}]', or choose another logger, such as logger=csv."
+        ) from error
 
 
 def _try_out(config: DictConfig, datamodule: "L.LightningDataModule") -> None:

@@ -48,10 +48,6 @@ TRAIN_COMMANDS = [line for line in commands() if line.startswith("lightning-chim
 MAKE_COMMANDS = [line for line in commands() if line.startswith("make ")]
 
 
-def name_of(block: Block) -> str:
-    return f"{block.page.name}:{block.text.splitlines()[0]}"
-
-
 def test_every_shown_command_is_tried_somewhere() -> None:
     tried = [*CHIMERA_COMMANDS, *TRAIN_COMMANDS, *MAKE_COMMANDS]
     assert [line for line in commands() if line not in tried] == []
@@ -81,11 +77,16 @@ def test_a_shown_make_target_exists(command: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=name_of)
-def test_shown_code_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(L.Trainer, "fit", lambda *_args, **_kwargs: None)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=lambda page: page.name
+)
+def test_shown_code_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("fit", "save_checkpoint"):
+        monkeypatch.setattr(L.Trainer, method, lambda *_args, **_kwargs: None)
     known = {"L": L, "module": None, "datamodule": None}
-    exec(compile(block.text, str(block.page), "exec"), known)
+    for block in blocks("python"):
+        if block.page == page:  # a later block may use what an earlier one has defined
+            exec(compile(block.text, str(page), "exec"), known)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,17 @@ def test_the_readme_names_every_schedule() -> None:
     assert sorted(table) == sorted(registered)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)
+# tests/distributed/test_fine_tuning.py runs a few steps of it.
+LONG_EXAMPLES = ["fine_tune_gpt2.py"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=pytest.mark.long if path.name in LONG_EXAMPLES else (), id=path.name)
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    ],
+)
 def test_an_example_trains_and_gets_better(script: Path, tmp_path: Path) -> None:
     line = [sys.executable, str(script)]
     result = subprocess.run(line, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=110)

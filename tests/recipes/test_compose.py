@@ -52,7 +52,7 @@ def check_targets(config: Any) -> int:
 
 
 def test_there_are_recipes_and_options():
-    assert {"gpt2_tiny", "bert_tiny", "gpt2_small", "bert_base"} <= set(RECIPES)
+    assert {"gpt2_tiny", "bert_tiny", "gpt2_small", "bert_base", "gpt2_1b", "bert_48"} <= set(RECIPES)
     assert len(OPTIONS) > 20
 
 
@@ -98,7 +98,12 @@ def test_none_switches_a_group_off(compose_run):
     assert config.scheduler is None
     assert config.model.scheduler is None
     assert config.callbacks == {}
-    assert config.logger is False
+    assert config.logger == {}
+
+
+def test_loggers_are_any_number_of_options(compose_run):
+    assert list(compose_run("gpt2_tiny", "logger=[csv,tensorboard,wandb]").logger) == ["csv", "tensorboard", "wandb"]
+    assert list(compose_run("gpt2_tiny", "logger=tensorboard").logger) == ["tensorboard"]
 
 
 def test_callbacks_are_any_number_of_options(compose_run):

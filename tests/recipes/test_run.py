@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_chimera.train import run
 
@@ -19,12 +20,27 @@ NO_DROPOUT = {
     "gpt2_tiny": [f"+model.config.{name}=0.0" for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")],
     "bert_tiny": [f"+model.config.{name}=0.0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")],
 }
+# What makes a large recipe run on two cores: fewer and narrower layers, and less of everything else.
+SHRUNK = {
+    name: [*QUICK, "trainer=cpu", "trainer.accumulate_grad_batches=2", "data.tokenizer.vocab_size=2048", *model]
+    for name, model in {
+        "gpt2_1b": ["model.config.n_layer=4", "model.config.n_embd=40"],
+        "bert_48": ["model.config.num_hidden_layers=4", "model.config.hidden_size=64"],
+    }.items()
+}
 
 
 def logged(folder: Path, name: str) -> list[float]:
     """The values of one metric in the order of the steps."""
     with (folder / "logs" / "metrics.csv").open() as file:
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def logged_to_tensorboard(folder: Path, name: str) -> list[float]:
+    """The same from the one file of events that a run may write."""
+    (events,) = (folder / "tensorboard").glob("events.*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    return [event.value for event in accumulator.Scalars(name)]
 
 
 def command_line(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,17 +82,35 @@ def test_debug_goes_through_the_motions(recipe, compose_run, tmp_path):
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.contract("Loggers and profilers", "several loggers at once, such as CSV and TensorBoard, by config")
 @pytest.mark.parametrize("recipe", TINY)
 def test_recipe_trains_as_a_pipeline_as_it_does_on_a_single_device(recipe, compose_run, tmp_path):
     run(compose_run(recipe, *QUICK, *SINGLE, *NO_DROPOUT[recipe]))
-    result = command_line(tmp_path / "pipeline", "--config-name", recipe, *QUICK, *NO_DROPOUT[recipe])
+    options = [*QUICK, *NO_DROPOUT[recipe], "logger=[csv,tensorboard]"]
+    result = command_line(tmp_path / "pipeline", "--config-name", recipe, *options)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "pipeline" / "run"
     for name in ("train/loss", "val/loss"):
         assert logged(folder, name) == pytest.approx(logged(tmp_path, name), rel=1e-5)
+        assert logged_to_tensorboard(folder, name) == pytest.approx(logged(tmp_path, name), rel=1e-5)
     assert result.stdout.count("validation loss ") == 1, "one rank reports"
     assert list((folder / "checkpoints").glob("*.ckpt"))
     assert {path.name for path in folder.parent.iterdir()} == {"cache", "run"}, "all ranks use one folder"
+
+
+@pytest.mark.parametrize("recipe", SHRUNK)
+def test_a_large_recipe_trains_when_it_is_shrunk(recipe, compose_run, tmp_path):
+    run(compose_run(recipe, *SHRUNK[recipe], *SINGLE))
+    assert len(logged(tmp_path, "train/loss")) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", SHRUNK)
+def test_a_large_recipe_trains_as_a_pipeline_when_it_is_shrunk(recipe, tmp_path):
+    result = command_line(tmp_path, "--config-name", recipe, *SHRUNK[recipe], "trainer.devices=4")
+    assert result.returncode == 0, result.stderr
+    assert "4 stages, 2 pipes" in result.stdout
+    assert len(logged(tmp_path / "run", "train/loss")) == 2
 
 
 def test_an_unknown_option_ends_with_the_known_ones(tmp_path):

@@ -66,7 +66,7 @@ def config(tmp_path, message=None, **trainer):
             "optimizer": {"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.1},
             "model": {"_target_": f"{here}.Module", "message": message},
             "callbacks": {},
-            "logger": False,
+            "logger": {},
             "trainer": {"_target_": f"{here}.Trainer", **trainer},
             "paths": {"output_dir": str(tmp_path)},
         }

@@ -1,6 +1,7 @@
 """What is shipped equals what lies in the tree, and Hydra finds the configs in a wheel and in an editable install."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -23,6 +27,14 @@ SHIPPED = {
     "lightning_chimera": "lightning_chimera",
     "recipes": "lightning_chimera/recipes",
 }
+RECIPES_PAGE = ROOT / "docs" / "recipes.md"
+QUICK = [
+    "paths.cache_dir=cache",
+    "trainer.val_check_interval=1",
+    "trainer.limit_val_batches=1",
+    "data.sequence_length=32",
+    "data.batch_size=4",
+]
 SHOW_CONFIG = ["--config-name", "bert_base", "--cfg", "job", "--package", "model.config"]
 
 
@@ -119,10 +131,75 @@ def test_command_finds_recipes_in_the_installation_of_these_tests(tmp_path):
     assert "num_hidden_layers: 12" in result.stdout
 
 
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Another Hydra project: the files that docs/recipes.md shows, each with its path in its first line."""
+    blocks = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", RECIPES_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in blocks] == ["conf/mine.yaml", "conf/model/wide.yaml", "train.py", "conf/own.yaml"]
+    folder = tmp_path / "project"
+    for name, text in blocks:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def run_project(python: Path, project: Path, *arguments: str) -> str:
+    """Runs the other project's script; the ranks that it starts are not those of this process."""
+    foreign = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in foreign}
+    if python != Path(sys.executable):
+        environment.pop("PYTHONPATH", None)
+    command = [str(python), "train.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=110)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_another_project_builds_on_a_recipe_where_the_package_is_installed_as_for_these_tests(project: Path) -> None:
+    config = yaml.safe_load(run_project(Path(sys.executable), project, "--cfg", "job"))
+    assert config["model"]["config"]["n_embd"] == 256
+    assert config["model"]["config"]["n_layer"] == 4
+    assert config["trainer"]["strategy"]["schedule"] == "1f1b"
+    assert config["trainer"]["max_steps"] == 2
+
+
+def test_another_project_takes_the_strategy_alone(project: Path) -> None:
+    with initialize_config_dir(str(project / "conf"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("own"))
+    assert config["trainer"]["strategy"]["_target_"] == "lightning_chimera.ChimeraStrategy"
+    assert set(config) == {"trainer"}
+
+
+@pytest.mark.long
+def test_another_project_trains_where_the_package_is_installed_as_for_these_tests(project: Path) -> None:
+    assert "validation loss" in run_project(Path(sys.executable), project, *QUICK)
+    assert list((project / "runs").rglob("metrics.csv"))
+
+
+@pytest.mark.long
+def test_another_project_trains_with_an_installed_wheel(wheel: Path, project: Path, tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    # Dependencies come from the installation of these tests; a path in a .pth file brings no other .pth file along.
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    mine = project / "conf" / "mine.yaml"
+    mine.write_text(re.sub(r"^hydra:\n.*?(?=^defaults:)", "", mine.read_text(), flags=re.DOTALL | re.MULTILINE))
+    assert "searchpath" not in mine.read_text(), "the wheel's plugin does it"
+    with (project / "train.py").open("a") as script:
+        script.write("    import lightning_chimera\n    print(lightning_chimera.__file__)\n")
+    printed = run_project(python, project, *QUICK)
+    assert "validation loss" in printed
+    assert f"{site}/lightning_chimera/__init__.py" in printed
+
+
 def test_lowest_constraints_are_the_lower_bounds():
     extras = PROJECT["optional-dependencies"]
     lowest = pins("lowest")
-    requirements = [Requirement(text) for text in PROJECT["dependencies"] + extras["hub"] + extras["tensorboard"]]
+    loggers = extras["tensorboard"] + extras["wandb"]
+    requirements = [Requirement(text) for text in PROJECT["dependencies"] + extras["hub"] + loggers]
     assert {requirement.name for requirement in requirements} == set(lowest)
     for requirement in requirements:
         (bound,) = (specifier.version for specifier in requirement.specifier if specifier.operator == ">=")
