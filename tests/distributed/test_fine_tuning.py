@@ -27,7 +27,7 @@ LIMIT = 300.0
 def in_parts(model: GPT2LMHeadModel, labels: Tensor, parts: int, **batch: Tensor) -> CausalLMOutputWithCrossAttentions:
     """What the model gives for a batch, computed part by part: equal but for rounding."""
     total, loss, logits = (labels[:, 1:] != -100).sum(), torch.zeros(()), []
-    for rows in torch.arange(len(labels)).tensor_split(parts):
+    for rows in torch.arange(len(labels)).tensor_split(min(parts, len(labels))):
         output = whole_forward(model, labels=labels[rows], **{name: value[rows] for name, value in batch.items()})
         loss = loss + output.loss * ((labels[rows, 1:] != -100).sum() / total)
         logits.append(output.logits)
