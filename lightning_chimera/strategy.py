@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -45,6 +46,7 @@ from lightning_chimera.checks import (
     check_trainer,
     one_optimizer,
 )
+from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
@@ -135,6 +137,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._deals: bool | None = None
         self._engine: Engine | None = None
+        self._decisions: Decisions | None = None
         self._loader: GroupLoader | None = None
         self._callbacks: StockCallbacks | None = None
         self._num_runs = 0
@@ -282,6 +285,12 @@ class ChimeraStrategy(ParallelStrategy):
             check_optimizers(self.optimizers)
             for optimizer in self.optimizers:
                 self.engine.ownership.adopt(optimizer)
+            self._decisions = Decisions(
+                self.lightning_module,
+                self._agree_on_stop,
+                lambda decision: self.reduce_boolean_decision(decision, all=False),
+                self._of_rank_zero,
+            )
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -371,12 +380,18 @@ class ChimeraStrategy(ParallelStrategy):
         data, *rest = args
         batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key())
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
-        outputs = self.engine.train(batch, accumulate=accumulate)
-        self._share_stop()
-        return outputs
+        return self.engine.train(batch, accumulate=accumulate)
 
-    def _share_stop(self) -> None:
-        """Makes ``should_stop``, which a step sets on its last stage only, hold on every rank."""
+    @override
+    def on_train_start(self) -> None:
+        self._agree_on_stop()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._agree_on_stop()
+
+    def _agree_on_stop(self) -> None:
+        """Makes ``should_stop`` hold on every rank if it does on one: a step sets it on its last stage only."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
@@ -428,10 +443,7 @@ class ChimeraStrategy(ParallelStrategy):
         batch = Batch(data, tuple(rest), kwargs, context, self._key())
         counts = self._loader is None or not self._loader.is_surplus
         in_step_with_replicas = name != "predict_step"
-        result = self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
-        if in_step_with_replicas:
-            self._share_stop()
-        return result
+        return self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
 
     @contextmanager
     def full_parameters(self) -> Generator[None, None, None]:
@@ -480,6 +492,10 @@ class ChimeraStrategy(ParallelStrategy):
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
+
+    def _of_rank_zero(self, value: Any) -> Any:
+        """Global rank 0's value, on this rank's device."""
+        return move_data_to_device(self.broadcast(move_data_to_device(value, torch.device("cpu"))), self.root_device)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -575,6 +591,9 @@ class ChimeraStrategy(ParallelStrategy):
         if self._callbacks is not None:
             self._callbacks.release()
             self._callbacks = None
+        if self._decisions is not None:
+            self._decisions.remove()
+            self._decisions = None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
@@ -587,7 +606,8 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        return {**super().__getstate__(), "_engine": None, "_loader": None, "_callbacks": None}
+        own = ("_engine", "_decisions", "_loader", "_callbacks")
+        return {**super().__getstate__(), **dict.fromkeys(own)}
 
 
 def _leave_process_group() -> None:
