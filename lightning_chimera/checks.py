@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_chimera.schedules import Schedule, validate
 
@@ -157,6 +158,21 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
             raise MisconfigurationException(
                 f"{name} compares and masks the weights of the whole model, of which a rank of a pipeline holds its own"
                 " stages only. Leave it out and prune after fit, when the module is whole again, or in a plain Trainer."
+            )
+
+
+def check_metrics(module: LightningModule) -> None:
+    """Refuses metrics that communicate inside a step, where the ranks can't meet.
+
+    Raises:
+        MisconfigurationException: There is one.
+    """
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric.dist_sync_on_step:
+            raise MisconfigurationException(
+                f"The metric {name!r} ({type(metric).__name__}) has dist_sync_on_step=True, which communicates inside a"
+                " step, where each rank runs its own part of the pipeline: leave it out. What a step logs is of all"
+                " ranks without it."
             )
 
 

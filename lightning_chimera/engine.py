@@ -18,14 +18,23 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_chimera import checkpoint
 from lightning_chimera.checks import check_built
 from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
-from lightning_chimera.reporting import LogCall, MetricSync, Report, combine, recording, replay
+from lightning_chimera.reporting import (
+    LogCall,
+    MetricSync,
+    Report,
+    combine,
+    metrics_of,
+    noting_updates,
+    recording,
+    replay,
+    silent,
+)
 from lightning_chimera.results import join, join_grown
 from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm, one_scale
 from lightning_chimera.runtime.links import Links
@@ -146,9 +155,8 @@ class Engine:
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.to(device)
+        for metric in metrics_of(module):
+            metric.to(device)
         self.seed = self._synchronize()
         links = Links(topology, self.groups.links, device)
         links.warm_up()
@@ -160,7 +168,7 @@ class Engine:
             (self.seed, topology.replica),
         )
         self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
-        self._metric_sync = MetricSync(module, self.groups.world)
+        self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
         self._guard_clipping()
         self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
 
@@ -207,11 +215,12 @@ class Engine:
         parts: list[_Part] = []
         calls: list[LogCall] = []
         grown: dict[str, list[Addition]] = {}
+        metrics = metrics_of(self.module)
 
         def step(data: Any) -> Any:
             nonlocal calls, grown
             # Of what the stages append, that of the last counts: it appends the same once more, and more.
-            with recording(self.module) as calls, growing(self.module) as grown:
+            with recording(self.module) as calls, growing(self.module) as grown, noting_updates(metrics):
                 return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
@@ -224,7 +233,7 @@ class Engine:
             return loss * (share / accumulate) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
-        with self._stepping(), self._apart():
+        with self._stepping(), silent(self.module), self._apart():
             self.pipeline.train(microbatches, call)
         gathered: list[list[_Part]] = self._gather([part.on_cpu() for part in parts])
         return self._join(sorted(chain.from_iterable(gathered), key=lambda part: part.place), weights.total_rows)
@@ -331,10 +340,11 @@ class Engine:
         """Runs the step, and shares its result and what it noted on the module behind the model call."""
         before = Notes.of(self.module)
         calls: list[LogCall] = []
+        metrics = metrics_of(self.module)
 
         def step(data: Any) -> Any:
             nonlocal calls
-            with recording(self.module) as calls:
+            with recording(self.module) as calls, noting_updates(metrics):
                 return getattr(self.module, name)(data, *batch.args, **batch.kwargs)
 
         call = Call(step, batch.context, batch.key)

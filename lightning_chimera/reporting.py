@@ -6,7 +6,7 @@ see the same values everywhere, as in a single process.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 
-_PASSIVE = "_chimera_passive"
-"""Marks a metric that was only told about an update, so that its state does not count in a sum over ranks."""
+_IN_STEPS = "_chimera_in_steps"
+"""Marks a metric that steps update, and have updated on this rank."""
 
 
 @dataclass
@@ -80,16 +80,38 @@ def recording(module: LightningModule) -> Iterator[list[LogCall]]:
                     f"self.log({name!r}, ...) got a {type(value).__name__} that is no attribute of the module. Make it"
                     " one in __init__, so that every rank knows it."
                 )
-            value.__dict__.pop(_PASSIVE, None)
             value = value._forward_cache
         tensor = None if value is None else torch.as_tensor(value).detach().clone()
         calls.append(LogCall(name, tensor, path, options))
 
+    with _logging_by(module, log):
+        yield calls
+
+
+@contextmanager
+def silent(module: LightningModule) -> Iterator[None]:
+    """Refuses ``module.log`` where it would be called for each microbatch, on one rank, and by no step."""
+
+    def log(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(
+            f"self.log was called in the backward of {type(module).__name__}, which runs once for each microbatch, on"
+            " the last stage only. Log in the step, in on_before_backward or in on_after_backward."
+        )
+
+    with _logging_by(module, log):
+        yield
+
+
+@contextmanager
+def _logging_by(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
+    before = vars(module).get("log")
     module.__dict__["log"] = log
     try:
-        yield calls
+        yield
     finally:
-        module.__dict__.pop("log", None)
+        del module.__dict__["log"]
+        if before is not None:
+            module.__dict__["log"] = before
 
 
 def combine(reports: Sequence[Report]) -> list[LogCall]:
@@ -152,47 +174,62 @@ def replay(module: LightningModule, calls: Sequence[LogCall], rows: int) -> None
         metric.__dict__["_forward_cache"] = None if call.value is None else call.value.to(module.device)
         metric._computed = None
         if metric._update_count == 0:
-            metric._update_count = 1
-            metric.__dict__[_PASSIVE] = True
+            metric._update_count = 1  # of another rank
+            metric.__dict__.pop(_IN_STEPS, None)
         module.log(call.name, metric, **options)
 
 
 class MetricSync:
-    """Makes torchmetrics of a module sum over the ranks that were really updated.
+    """Makes torchmetrics sum over the ranks that saw an update, each row once.
 
-    The stock gather takes the state of every rank in the world; here most ranks never see an update, and the default
-    state of theirs would count in means and break concatenations.
+    The stock gather takes the state of every rank in the world. Here a step updates a metric where its last stage is,
+    so the default state of other ranks would count in means and break concatenations; and a hook updates it on every
+    rank of a group alike, so each row would count several times.
+
+    It is put on the class, since metrics are copied (by ``MetricTracker``), made in hooks and held by callbacks too.
 
     Args:
-        module: The user's module.
         world: All ranks, on the CPU.
+        speaks: Whether this rank is the one of its group that speaks for hooks.
     """
 
-    def __init__(self, module: LightningModule, world: ProcessGroup) -> None:
-        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
-        self._world = world
-        for metric in self._metrics:
-            metric.__dict__["_sync_dist"] = self._sync(metric)
+    def __init__(self, world: ProcessGroup, *, speaks: bool) -> None:
+        self._stock = Metric._sync_dist
 
-    def remove(self) -> None:
-        """Puts the stock behaviour back."""
-        for metric in self._metrics:
-            metric.__dict__.pop("_sync_dist", None)
-            metric.__dict__.pop(_PASSIVE, None)
-
-    def _sync(self, metric: Metric) -> Any:
-        def sync(*_args: Any, **_kwargs: Any) -> None:
-            active = metric._update_count > 0 and not metric.__dict__.get(_PASSIVE, False)
-            state = {name: getattr(metric, name) for name in metric._reductions}
-            own = move_data_to_device(state, torch.device("cpu")) if active else None
-            gathered: list[Any] = [None] * dist.get_world_size(self._world)
-            dist.all_gather_object(gathered, own, group=self._world)
-            states = [state for state in gathered if state is not None]
+        def sync(metric: Metric, *_args: Any, **_kwargs: Any) -> None:
+            in_steps = metric.__dict__.get(_IN_STEPS, False)
+            own = None
+            if metric._update_count > 0 and (in_steps or speaks):
+                state = {name: getattr(metric, name) for name in metric._reductions}
+                own = in_steps, move_data_to_device(state, torch.device("cpu"))
+            gathered: list[Any] = [None] * dist.get_world_size(world)
+            dist.all_gather_object(gathered, own, group=world)
+            found = [entry for entry in gathered if entry is not None]
+            states = [state for in_steps, state in found if in_steps] or [state for _, state in found]
             for name, reduce in metric._reductions.items():
                 if states:
                     setattr(metric, name, _join([state[name] for state in states], reduce, metric.device))
 
-        return sync
+        Metric._sync_dist = sync  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        """Puts the stock behaviour back."""
+        Metric._sync_dist = self._stock  # type: ignore[method-assign]
+
+
+def metrics_of(module: LightningModule) -> list[Metric]:
+    """The metrics of a module."""
+    return [part for part in module.modules() if isinstance(part, Metric)]
+
+
+@contextmanager
+def noting_updates(metrics: Sequence[Metric]) -> Iterator[None]:
+    """Notes which metrics a step updates on this rank, unless it ends at the boundary of a stage."""
+    before = [metric._update_count for metric in metrics]
+    yield
+    for metric, count in zip(metrics, before, strict=True):
+        if metric._update_count != count:
+            metric.__dict__[_IN_STEPS] = True
 
 
 def _join(values: list[Any], reduce: Any, device: torch.device) -> Any:

@@ -39,6 +39,7 @@ from lightning_chimera.checks import (
     check_cuts_type,
     check_evaluations,
     check_fixed_schedule,
+    check_metrics,
     check_module,
     check_optimizers,
     check_sizes,
@@ -232,6 +233,7 @@ class ChimeraStrategy(ParallelStrategy):
         """Refuses what can't be trained, before a process is started for it."""
         check_module(module)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        check_metrics(module)
         check_trainer(self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
         if type(module).configure_model is LightningModule.configure_model:  # else the model is not there yet
             self._choose_cuts(module, find_anatomy(module))
