@@ -502,7 +502,8 @@ def resume(cell: Cell, folder: str, when: str) -> list[Any]:
     """Trains, and goes on from a checkpoint of the middle of an epoch in another trainer."""
     torch.manual_seed(0)
     rows = make_rows("gpt2", 8 * cell.replicas * ROWS)
-    loaders = make_loader(rows, cell.batch_size), make_loader(rows[: 2 * ROWS], cell.batch_size)
+    evaluation = make_rows("gpt2", 2 * ROWS, padded=False)
+    loaders = make_loader(rows, cell.batch_size), make_loader(evaluation, cell.batch_size)
     options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "enable_checkpointing": True}
     saver = ModelCheckpoint(f"{folder}/{cell.schedule}", "{step}", save_top_k=-1, **SAVES[when])
     make_trainer(cell, callbacks=[saver], **options).fit(Scheduled(), *loaders)
