@@ -4,7 +4,7 @@ A checkpoint is the file that a plain Trainer writes: the union of what the rank
 ids of a single process. So it loads at any number of stages and replicas, and in a plain Trainer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,20 @@ def module_state(module: nn.Module, ownership: Ownership, world: ProcessGroup) -
 
 
 def spread_parameters(
-    module: nn.Module, ownership: Ownership, world: ProcessGroup, device: torch.device
+    module: nn.Module,
+    ownership: Ownership,
+    world: ProcessGroup,
+    device: torch.device,
+    of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.detach(),
 ) -> dict[nn.Parameter, Tensor]:
-    """Brings every parameter to every rank. Every rank calls it.
+    """Brings something of every parameter to every rank. Every rank calls it.
+
+    Args:
+        module: The module, cut.
+        ownership: Who holds what.
+        world: All ranks, on the CPU.
+        device: Where the values go.
+        of: What is brought, of a parameter's shape: by default its value; ``None`` on all ranks if there is nothing.
 
     Returns:
         The values of this rank's placeholders.
@@ -62,12 +73,10 @@ def spread_parameters(
     values: dict[nn.Parameter, Tensor] = {}
     everyone = dist.get_world_size(world)
     for parameter in module.parameters():
-        if len(ownership.holders[parameter]) == everyone:
+        own = of(parameter)
+        if own is None or len(ownership.holders[parameter]) == everyone:
             continue
-        if parameter.is_meta:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype)
-        else:
-            value = parameter.detach().cpu().contiguous()
+        value = torch.empty(parameter.shape, dtype=parameter.dtype) if parameter.is_meta else own.cpu().contiguous()
         dist.broadcast(value, ownership.owner(parameter), group=world)
         if parameter.is_meta:
             values[parameter] = value.to(device)

@@ -12,11 +12,26 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    Precision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_chimera.schedules import Schedule, validate
+
+_OTHER_PRECISIONS = (
+    BitsandbytesPrecision,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 
 _SAM = ("first_step", "second_step")
 """What sharpness-aware optimizers have."""
@@ -180,17 +195,18 @@ def check_trainer(precision: Precision, *, sync_batchnorm: bool) -> None:
     """Refuses options of the Trainer that are not supported.
 
     Raises:
-        MisconfigurationException: Batch norm is to be synchronized, or the loss to be scaled.
+        MisconfigurationException: Batch norm is to be synchronized, or the precision is another strategy's.
     """
     if sync_batchnorm:
         raise MisconfigurationException(
             "Trainer(sync_batchnorm=True) is not supported by ChimeraStrategy: leave it out. GPT-2 and BERT have no"
             " batch norm."
         )
-    if getattr(precision, "scaler", None) is not None:
+    if isinstance(precision, _OTHER_PRECISIONS):
         raise MisconfigurationException(
-            f"precision={precision.precision!r} scales the loss, which ChimeraStrategy does not support. Use"
-            " bf16-mixed, bf16-true or 32-true."
+            f"{type(precision).__name__} is not supported by ChimeraStrategy, which cuts the model as it is: the plugin"
+            " replaces layers or belongs to another strategy. Use precision='bf16-mixed', '16-mixed', 'bf16-true',"
+            " '16-true', '32-true' or '64-true'."
         )
 
 
@@ -243,4 +259,24 @@ def check_evaluations(count: int, optimizer: Optimizer) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} evaluates the step several times per optimizer step, which a pipeline does not"
             " support. Use a first-order optimizer, such as AdamW or SGD."
+        )
+
+
+def check_groups(groups: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Refuses an optimizer that has other parameters on one rank than on another.
+
+    Args:
+        groups: For each rank the parameters of each group, by their places in the module.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    other = next((rank for rank, own in enumerate(groups) if own != groups[0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"The groups of the optimizer have other parameters on rank {other}, where they are"
+            f" {[len(group) for group in groups[other]]}, than on rank 0, where they are"
+            f" {[len(group) for group in groups[0]]}. A rank holds a part of the module, and has placeholders for the"
+            " rest: choose parameters by name, from self.named_parameters() in configure_optimizers, and not by their"
+            " values or by comparing them with parameters that were kept from before the fit."
         )

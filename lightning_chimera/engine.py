@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_chimera import checkpoint
-from lightning_chimera.checks import check_built
+from lightning_chimera.checks import check_built, check_groups
 from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
@@ -36,7 +37,14 @@ from lightning_chimera.reporting import (
     silent,
 )
 from lightning_chimera.results import join, join_grown
-from lightning_chimera.runtime.gradients import GradientSync, clip_by_norm, one_scale
+from lightning_chimera.runtime.gradients import (
+    GradientSync,
+    PlaceholderGradients,
+    check_norm_type,
+    clip_by_norm,
+    parameter_norms,
+    share_overflow,
+)
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
 from lightning_chimera.runtime.packing import Broadcast
@@ -150,6 +158,9 @@ class Engine:
         self.in_step = False
         self._head_loss = runner.anatomy.head_loss
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._present: set[int] = set()
+        self._is_summed = True
+        self._optimized: list[list[int]] = []
         self.ownership.drop(device)
         self._example_input, module.example_input_array = module.example_input_array, None
         for tensor in (*module.parameters(), *module.buffers()):
@@ -168,8 +179,9 @@ class Engine:
             (self.seed, topology.replica),
         )
         self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
+        self._absent = PlaceholderGradients(self.ownership)
         self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
-        self._guard_clipping()
+        self._hide_after_clipping()
         self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
 
     def _synchronize(self) -> int:
@@ -195,7 +207,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def train(self, batch: Batch, *, accumulate: int) -> dict[str, Any]:
+    def train(self, batch: Batch, *, accumulate: int, scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Runs forward and backward of a batch.
 
         Its gradients are set apart, since Lightning calls zero_grad between a step and its backward:
@@ -204,6 +216,7 @@ class Engine:
         Args:
             batch: The batch.
             accumulate: Number of batches whose losses Lightning averages for one optimizer step.
+            scale: Scales the loss that a backward starts from.
 
         Returns:
             What the step would have returned for the batches of all replicas together: the loss, and what else is in
@@ -230,13 +243,16 @@ class Engine:
             counts = share > 0 and (loss.requires_grad or head.counts == ())
             place = (self.topology.replica, number)
             parts.append(_Part(place, loss.detach(), report, detach(extras_of(result)), detach(grown), counts))
-            return loss * (share / accumulate) if counts else None
+            return scale(loss * (share / accumulate)) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
         with self._stepping(), silent(self.module), self._apart():
             self.pipeline.train(microbatches, call)
-        gathered: list[list[_Part]] = self._gather([part.on_cpu() for part in parts])
-        return self._join(sorted(chain.from_iterable(gathered), key=lambda part: part.place), weights.total_rows)
+        gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized))
+        shared, used, groups = zip(*gathered, strict=True)
+        check_groups(groups)
+        self._present = set(chain.from_iterable(used))
+        return self._join(sorted(chain.from_iterable(shared), key=lambda part: part.place), weights.total_rows)
 
     def _split(self, data: Any) -> list[Microbatch]:
         """Splits a batch, as the module says if it does."""
@@ -249,10 +265,9 @@ class Engine:
         """Puts together what all microbatches of all replicas gave, on every rank alike."""
         shares = [part.report.share for part in parts]
         self._correct(sum(shares))
-        if not any(
-            part.counts for part in parts
-        ):  # some stages have zeros, which momentum or decay would turn to steps
-            self._pending = [(parameter, None) for parameter, _ in self._pending]
+        if not any(part.counts for part in parts):
+            # Some stages have zeros, which momentum or decay would turn to steps.
+            self._pending, self._present = [(parameter, None) for parameter, _ in self._pending], set()
         replay(self.module, combine([part.report for part in parts]), rows)
 
         rows_of_parts = [part.report.rows for part in parts]
@@ -285,31 +300,83 @@ class Engine:
         if gradients and total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
             torch._foreach_div_(gradients, total)
 
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchanges what this rank does not hold in an optimizer's groups, those added in mid-run too."""
+        if [len(group) for group in self._optimized] == [len(group["params"]) for group in optimizer.param_groups]:
+            return
+        self.ownership.adopt(optimizer)
+        places = {parameter: index for index, parameter in enumerate(self.ownership.holders)}
+        self._optimized = [[places[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def _used(self) -> list[int]:
+        """The parameters that got a gradient on this rank, by their places in the module."""
+        gradients = dict(self._pending)
+        return [index for index, parameter in enumerate(self.ownership.holders) if gradients.get(parameter) is not None]
+
     def put_gradients(self) -> None:
         """Adds the gradients of the last step to those in place."""
         for parameter, gradient in self._pending:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._pending = []
+        self._absent.put(self._present)
+        self._pending, self._is_summed = [], False
 
     def reduce_gradients(self) -> None:
         """Sums the gradients of all copies."""
         self._gradient_sync.reduce()
+        self._is_summed = True
 
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clips by the norm of the whole model's gradient, and returns it."""
-        return clip_by_norm(parameters, max_norm, self.ownership, self.groups.world)
+    def show_gradients(self) -> None:
+        """Ends the time of an optimizer's step, in which placeholders have no gradients."""
+        self._absent.show()
 
-    def _guard_clipping(self) -> None:
-        """Watches over a module's own ``configure_gradient_clipping``, where ranks must not scale on their own."""
+    def _hide_after_clipping(self) -> None:
+        """Has placeholders without gradients from the last hook before an optimizer's step on."""
         own = self.module.configure_gradient_clipping
 
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            with one_scale(self.ownership.held(), self.groups.world):
-                return own(*args, **kwargs)
+        def clip_and_hide(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            self._absent.hide()
 
-        if type(self.module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
-            self.module.__dict__["configure_gradient_clipping"] = guarded
+        self.module.__dict__["configure_gradient_clipping"] = clip_and_hide
+
+    def share_overflow(self, scaler: torch.amp.GradScaler) -> None:
+        """Has all ranks skip a step if the gradients of one overflow."""
+        share_overflow(scaler, self._absent, self.groups.world)
+
+    def clip_gradients(
+        self,
+        parameters: Iterable[nn.Parameter],
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clips by a norm of the whole model's gradient, and returns it."""
+        self._check_summed("clip_grad_norm")
+        order = check_norm_type(norm_type)
+        norm = clip_by_norm(
+            parameters, max_norm, self.ownership, self.groups.world, order, error_if_nonfinite=error_if_nonfinite
+        )
+        return norm.to(self.device)
+
+    def gradient_norms(self, norm_type: float | str) -> dict[str, Tensor]:
+        """Norm of each parameter's gradient, where there is one."""
+        self._check_summed("grad_norm")
+        named = dict(self.module.named_parameters())
+        return parameter_norms(named, self.ownership, self.groups.world, check_norm_type(norm_type))
+
+    def _check_summed(self, name: str) -> None:
+        """Refuses to look at gradients that are not yet whole.
+
+        Raises:
+            RuntimeError: They are not.
+        """
+        if not self._is_summed:
+            raise RuntimeError(
+                f"strategy.{name}() was called between the batches of an accumulation window. The copies of a stage"
+                " add their gradients up after its last batch: call it in on_before_optimizer_step."
+            )
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -400,14 +467,24 @@ class Engine:
         return checkpoint.optimizer_state(optimizer, self.ownership, self.groups.world)
 
     @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        """Gives every rank the whole module for a while; every rank must enter it."""
-        values = checkpoint.spread_parameters(self.module, self.ownership, self.groups.world, self.device)
+    def full_parameters(self, *, gradients: bool) -> Iterator[None]:
+        """Gives every rank the whole module for a while, with all gradients or with none; every rank must enter it."""
+        if gradients:
+            self._check_summed("full_parameters")
+        spread = partial(checkpoint.spread_parameters, self.module, self.ownership, self.groups.world, self.device)
+        values, whole = spread(), spread(lambda parameter: parameter.grad) if gradients else {}
+        before = [(parameter, parameter.grad) for parameter in self.ownership.held()]
         filled = self.ownership.fill(values)
+        for parameter, placeholder in filled.items():
+            parameter.grad = whole.get(placeholder)
+        for parameter, gradient in before:
+            parameter.grad = gradient if gradients else None
         try:
             yield
         finally:
             self.ownership.empty(filled)
+            for parameter, gradient in before:
+                parameter.grad = gradient
 
     def make_whole(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Gives every rank the whole module again, on the CPU, and its parameters to the optimizers."""

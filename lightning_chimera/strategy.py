@@ -3,7 +3,7 @@
 import atexit
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -143,6 +143,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._callbacks: StockCallbacks | None = None
         self._num_runs = 0
         self._can_save: bool | None = None
+        self._is_stepping = False
 
     # ---------------------------------------------------------------------------------------------- environment
 
@@ -286,7 +287,7 @@ class ChimeraStrategy(ParallelStrategy):
                 self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             for optimizer in self.optimizers:
-                self.engine.ownership.adopt(optimizer)
+                self.engine.adopt(optimizer)
             self._decisions = Decisions(
                 self.lightning_module,
                 self._agree_on_stop,
@@ -327,6 +328,13 @@ class ChimeraStrategy(ParallelStrategy):
         # On the instance: the plugin's class name is the key of its state in checkpoints.
         self.precision_plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
         self.precision_plugin.__dict__["clip_grad_by_value"] = clip_grad_by_value
+        if self._scaler is not None:
+            self.engine.share_overflow(self._scaler)
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss, with 16-mixed."""
+        return getattr(self.precision_plugin, "scaler", None)
 
     @override
     def model_to_device(self) -> None:
@@ -382,7 +390,8 @@ class ChimeraStrategy(ParallelStrategy):
         data, *rest = args
         batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key())
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
-        return self.engine.train(batch, accumulate=accumulate)
+        scale: Callable[[Tensor], Tensor] = (lambda loss: loss) if self._scaler is None else self._scaler.scale
+        return self.engine.train(batch, accumulate=accumulate, scale=scale)
 
     @override
     def on_train_start(self) -> None:
@@ -400,11 +409,15 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls the hooks around a backward that has run already, and puts its gradients in place."""
+        """Calls the hooks around a backward that has run already, and puts its gradients in place.
+
+        They are summed over all copies if a step follows, before any hook sees them.
+        """
         assert self.lightning_module is not None
-        # The base class's hook calls only: mixed precision would scale a loss whose backward is over.
-        Precision.pre_backward(self.precision_plugin, closure_loss, self.lightning_module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.engine.put_gradients()
+        if self._is_stepping:
+            self.engine.reduce_gradients()
         return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @override
@@ -415,18 +428,22 @@ class ChimeraStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Sums the gradients of all copies after the closure, before hooks and clipping see them."""
+        """Has the backward in the closure sum the gradients of all copies."""
         evaluations = 0
 
-        def synchronized() -> Any:
+        def once() -> Any:
             nonlocal evaluations
             evaluations += 1
             check_evaluations(evaluations, optimizer)
-            loss = closure()
-            self.engine.reduce_gradients()
-            return loss
+            return closure()
 
-        return super().optimizer_step(optimizer, synchronized, model, **kwargs)
+        self.engine.adopt(optimizer)
+        self._is_stepping = True
+        try:
+            return super().optimizer_step(optimizer, once, model, **kwargs)
+        finally:
+            self._is_stepping = False
+            self.engine.show_gradients()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -448,14 +465,61 @@ class ChimeraStrategy(ParallelStrategy):
         return self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
 
     @contextmanager
-    def full_parameters(self) -> Generator[None, None, None]:
+    def full_parameters(self, *, gradients: bool = False) -> Generator[None, None, None]:
         """Gives every rank the whole model for a while, for histograms, ``generate`` or an upload in mid-run.
 
         Every rank must enter it. What is changed inside is lost.
+
+        Args:
+            gradients: Whether the parameters have their gradients as well; if not, none of them has.
         """
         self._refuse_in_step("strategy.full_parameters()")
-        with self.engine.full_parameters():
+        with self.engine.full_parameters(gradients=gradients):
             yield
+
+    def grad_norm(self, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
+        """What ``lightning.pytorch.utilities.grad_norm`` gives in a single process, equal on every rank.
+
+        Every rank must call it, in a hook around the step (``on_before_optimizer_step``).
+
+        Args:
+            norm_type: The order of the norm; ``inf`` for the largest entry.
+            group_separator: What is between the two parts of a name.
+
+        Returns:
+            The norm of each parameter's gradient, and of all together.
+        """
+        self._refuse_in_step("strategy.grad_norm()")
+        order = float(norm_type)
+        found = self.engine.gradient_norms(order)
+        norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
+        return {**norms, f"grad_{order}_norm_total": torch.stack(list(found.values())).norm(order)} if found else {}
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        *,
+        parameters: Iterable[nn.Parameter] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """What ``torch.nn.utils.clip_grad_norm_`` does in a single process, in ``configure_gradient_clipping``.
+
+        Every rank must call it.
+
+        Args:
+            max_norm: Gradients are scaled by one factor so that their norm is at most this.
+            norm_type: The order of the norm; ``inf`` for the largest entry.
+            parameters: Those whose gradients are looked at and scaled; all of the module by default.
+            error_if_nonfinite: Whether a norm that is no number is an error.
+
+        Returns:
+            The norm before.
+        """
+        self._refuse_in_step("strategy.clip_grad_norm()")
+        assert self.lightning_module is not None
+        chosen = self.lightning_module.parameters() if parameters is None else parameters
+        return self.engine.clip_gradients(chosen, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def timeline(self) -> Timeline | None:
         """When the actions of the last training step ran, over this pipeline group; every rank must call it."""
@@ -598,6 +662,8 @@ class ChimeraStrategy(ParallelStrategy):
             self._decisions = None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
+        if self._scaler is not None:
+            self._scaler.__dict__.pop("_unscale_grads_", None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.cluster_environment is not None
         assert self.accelerator is not None

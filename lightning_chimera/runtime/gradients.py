@@ -1,6 +1,6 @@
 """Gradients between the copies of a stage: summed over replicas, pipes and tied ends, with one norm over all stages."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_chimera.partition.ownership import Ownership, Ranks
+from lightning_chimera.partition.placeholder import Placeholder, PlaceholderGradient
 
 
 class GradientSync:
@@ -64,63 +65,108 @@ class GradientSync:
             parameter.grad = total.view_as(parameter) if count else None
 
 
-def total_norm(parameters: Iterable[nn.Parameter], ownership: Ownership, group: ProcessGroup) -> Tensor:
+class PlaceholderGradients:
+    """Says on every rank which parameters elsewhere have a gradient, in ``.grad`` of their placeholders.
+
+    Args:
+        ownership: Who holds what.
+    """
+
+    def __init__(self, ownership: Ownership) -> None:
+        self._parameters = list(ownership.holders)
+        self._placeholders = [parameter for parameter in self._parameters if isinstance(parameter, Placeholder)]
+        self._hidden: list[tuple[Placeholder, Tensor]] = []
+
+    def put(self, present: Iterable[int]) -> None:
+        """Gives gradients to placeholders, and zeros to a copy here that none of this rank's microbatches has used.
+
+        Args:
+            present: The parameters with a gradient on any rank, by their places in the module.
+        """
+        for parameter in (self._parameters[index] for index in present):
+            if parameter.grad is None and isinstance(parameter, Placeholder):
+                parameter.grad = PlaceholderGradient(parameter)
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def hide(self) -> None:
+        """Takes them away from the optimizer's step, which uses every gradient that it sees."""
+        self._hidden += self._take()
+
+    def show(self) -> None:
+        """Puts back what was hidden."""
+        for placeholder, gradient in self._hidden:
+            placeholder.grad = gradient
+        self._hidden = []
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Takes them away for a while, if they are there."""
+        taken = self._take()
+        yield
+        for placeholder, gradient in taken:
+            placeholder.grad = gradient
+
+    def _take(self) -> list[tuple[Placeholder, Tensor]]:
+        taken = [(placeholder, placeholder.grad) for placeholder in self._placeholders if placeholder.grad is not None]
+        for placeholder, _ in taken:
+            placeholder.grad = None
+        return taken
+
+
+def check_norm_type(norm_type: float | str) -> float:
+    """The order of a norm.
+
+    Raises:
+        ValueError: It is not positive.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type={norm_type!r}: it must be a positive number, or 'inf' for the largest entry.")
+    return order
+
+
+def total_norm(
+    parameters: Iterable[nn.Parameter], ownership: Ownership, group: ProcessGroup, norm_type: float = 2.0
+) -> Tensor:
     """Norm of the gradients of the whole model, each parameter counted once, bitwise equal on all ranks.
 
     Args:
         parameters: The parameters to look at; those without a gradient on this rank count elsewhere or not at all.
         ownership: Who counts what.
         group: All ranks, on the CPU.
+        norm_type: The order of the norm.
     """
     own = [
         parameter.grad
         for parameter in parameters
         if parameter.grad is not None and ownership.owner(parameter) == ownership.rank
     ]
-    squares = torch.zeros((), dtype=torch.float64)
+    norm = torch.zeros((), dtype=torch.float64)
     if own:
-        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in own])
-        squares = norms.double().square().sum().cpu()
-    dist.all_reduce(squares, group=group)
-    return squares.sqrt()
+        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in own])
+        norm = torch.linalg.vector_norm(norms.double(), norm_type).cpu()
+    # Gathered, not summed: any order of the norm is computed alike, and a rank's NaN is never lost in a maximum.
+    gathered = [torch.zeros_like(norm) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, norm, group=group)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(gathered), norm_type)
+    return whole
 
 
-@contextmanager
-def one_scale(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Iterator[None]:
-    """Watches over code that may scale gradients, such as a user's own clipping; every rank must enter it.
-
-    Args:
-        parameters: The parameters on this rank.
-        group: All ranks, on the CPU.
-
-    Raises:
-        RuntimeError: Afterwards, if ranks have scaled their gradients by different factors. What is no scaling, such as
-            clipping by value, passes.
-    """
-    before = _norms(parameters)
-    yield
-    ratios = _norms(parameters)[before > 0] / before[before > 0]
-    is_scaling = len(ratios) == 0 or bool((ratios.max() - ratios.min()) <= 1e-5 * ratios.max())
-    # The largest and the smallest factor of all ranks; a rank without gradients has no say.
-    factor = float(ratios.mean()) if len(ratios) else 1.0
-    bounds = torch.tensor([factor, -factor, 0.0 if is_scaling else 1.0], dtype=torch.float64)
-    if len(ratios) == 0:
-        bounds[:2] = -torch.inf
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest, is_other = bounds[0], -bounds[1], bool(bounds[2])
-    if not is_other and largest - smallest > 1e-5 * largest:
-        raise RuntimeError(
-            f"configure_gradient_clipping has scaled the gradients of different ranks by different factors, from"
-            f" {float(smallest):.4g} to {float(largest):.4g}: it saw the norm of one rank's parameters only. Call"
-            " self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm'), which clips by the"
-            " norm of the whole model."
-        )
-
-
-def _norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Norm of each gradient, 0 where there is none."""
-    norms = [0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad)) for p in parameters]
-    return torch.tensor(norms, dtype=torch.float64)
+def parameter_norms(
+    named: Mapping[str, nn.Parameter], ownership: Ownership, group: ProcessGroup, norm_type: float
+) -> dict[str, Tensor]:
+    """Norm of each parameter's gradient, where there is one, bitwise equal on all ranks."""
+    norms = torch.zeros(len(named), dtype=torch.float64)
+    for index, parameter in enumerate(named.values()):
+        if parameter.grad is not None and ownership.owner(parameter) == ownership.rank:
+            norms[index] = parameter.grad.norm(norm_type)
+    dist.all_reduce(norms, group=group)  # every place but the owner's is zero
+    return {
+        name: norm.to(parameter.dtype)
+        for (name, parameter), norm in zip(named.items(), norms, strict=True)
+        if parameter.grad is not None
+    }
 
 
 def clip_by_norm(
@@ -128,13 +174,49 @@ def clip_by_norm(
     max_norm: float,
     ownership: Ownership,
     group: ProcessGroup,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales all gradients by one factor so that the norm of the whole model's gradient is at most ``max_norm``.
 
     Returns:
         The norm before.
+
+    Raises:
+        RuntimeError: It is not finite, and that was not to be.
     """
-    chosen = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(chosen, ownership, group)
+    chosen = [parameter for parameter in parameters if parameter.grad is not None and not parameter.is_meta]
+    norm = total_norm(chosen, ownership, group, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the whole model's gradient is {float(norm)}: no gradient can be clipped"
+            " by it. With error_if_nonfinite=False gradients are scaled by it all the same."
+        )
     nn.utils.clip_grads_with_norm_(chosen, max_norm, norm)
     return norm
+
+
+def share_overflow(scaler: torch.amp.GradScaler, absent: PlaceholderGradients, group: ProcessGroup) -> None:
+    """Makes a loss's scaler on every rank skip a step, and lower its scale, if any rank's gradients overflow.
+
+    The scaler stays the user's own object: it is asked for its state under the name of Lightning's plugin.
+
+    Args:
+        scaler: The scaler.
+        absent: What it must not try to unscale.
+        group: All ranks, on the CPU.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_and_share(
+        optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        with absent.hidden():
+            found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = torch.tensor(max((float(flag) for flag in found.values()), default=0.0))
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        # Also on a rank that has no gradients at all, where torch would miss its own check.
+        return {found_inf.device: anywhere.to(found_inf.device)}
+
+    scaler.__dict__["_unscale_grads_"] = unscale_and_share

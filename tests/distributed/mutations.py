@@ -83,4 +83,4 @@ def no_accumulation_scale() -> None:
     from lightning_chimera.engine import Engine
 
     train = Engine.train
-    Engine.train = lambda self, batch, *, accumulate: train(self, batch, accumulate=1)
+    Engine.train = lambda self, batch, *, accumulate, scale: train(self, batch, accumulate=1, scale=scale)

@@ -40,6 +40,7 @@ SINGLE = [
 ]
 
 
+@pytest.mark.contract("Precision", "`64-true` trains as in one process, clipped by the norm of the whole model")
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 def test_a_pipeline_changes_every_parameter_as_one_process_does(world: World, cell: Cell) -> None:
     check(world, cell)
@@ -50,6 +51,7 @@ def test_it_does_so_with_a_feature_left_out(world: World, cell: Cell) -> None:
     check(world, cell)
 
 
+@pytest.mark.contract("Precision", "`32-true` trains as in one process")
 @pytest.mark.parametrize("cell", SINGLE[::5], ids=str)
 def test_it_does_so_in_single_precision(world: World, cell: Cell) -> None:
     check(world, cell)

@@ -50,6 +50,7 @@ class MadeBefore(LanguageModule):
 MODULES = {"MarksParameters": MarksParameters, "MadeBefore": MadeBefore}
 
 
+@pytest.mark.contract("The module", "parameter groups by names or attributes, with weight decay of their own")
 @pytest.mark.parametrize("cell", [CHIMERA, FEW, REPLICAS], ids=str)
 @pytest.mark.parametrize("module", MODULES.values())
 def test_groups_by_attributes_and_optimizers_made_before_train_alike(
