@@ -19,7 +19,9 @@ from .fidelity import Cell, label, make_trainer, snapshot
 from .users import ROWS, LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
-CHIMERA = Cell("chimera", 2, microbatches=2)
+PIPE = Cell("1f1b", 2, microbatches=2)
+CHIMERA = Cell("chimera", 4)
+"""With two ranks, each would hold the whole model."""
 REPLICAS = Cell("1f1b", 2, replicas=2, microbatches=2)
 BATCHES = 3
 """Batches of an epoch."""
@@ -141,7 +143,11 @@ AVERAGED = [
 ]
 
 
-@pytest.mark.parametrize("cell", [CHIMERA, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [PIPE, pytest.param(REPLICAS, marks=pytest.mark.long), pytest.param(CHIMERA, marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize("make", AVERAGED)
 def test_averaged_weights_are_those_of_one_process(world: World, tmp_path: Path, cell: Cell, make: Any) -> None:
     same(world, cell, make, None, tmp_path, max_epochs=2)
@@ -314,7 +320,7 @@ def stopped(trainer: L.Trainer, module: Any, stopper: Any, *_: Any) -> Any:
 
 
 @pytest.mark.contract("Callbacks", "`EarlyStopping` stops every rank after the same batch")
-@pytest.mark.parametrize(("make", "epochs", "cell"), [(patience, 2, CHIMERA), (threshold, 1, REPLICAS)], ids=label)
+@pytest.mark.parametrize(("make", "epochs", "cell"), [(patience, 2, PIPE), (threshold, 1, REPLICAS)], ids=label)
 def test_early_stopping_stops_all_ranks_alike(world: World, tmp_path: Path, make: Any, epochs: int, cell: Cell) -> None:
     assert same(world, cell, make, stopped, tmp_path).epochs == epochs
 
@@ -329,9 +335,9 @@ def diverge(cell: Cell, folder: str) -> Any:
 
 @pytest.mark.contract("Callbacks", "`EarlyStopping(check_finite=True)` stops every rank at a loss that is NaN")
 def test_a_loss_that_is_not_finite_stops_all_ranks(world: World, tmp_path: Path) -> None:
-    (plain,) = world.run(diverge, CHIMERA.reference, str(tmp_path), size=1)
+    (plain,) = world.run(diverge, PIPE.reference, str(tmp_path), size=1)
     assert plain[:2] == (3, 1)
-    assert world.run(diverge, CHIMERA, str(tmp_path), size=2) == [plain] * 2
+    assert world.run(diverge, PIPE, str(tmp_path), size=2) == [plain] * 2
 
 
 def accumulation(folder: str) -> Any:
@@ -378,7 +384,7 @@ def nothing(folder: str) -> Any:
     ],
 )
 def test_time_is_over_for_all_ranks_at_once(world: World, tmp_path: Path, make: Any, options: Any, steps: int) -> None:
-    assert same(world, CHIMERA, make, None, tmp_path, **options).steps == steps
+    assert same(world, PIPE, make, None, tmp_path, **options).steps == steps
 
 
 # ----------------------------------------------------------------------------------------------------------- the tuner
@@ -397,7 +403,7 @@ def tune(cell: Cell, folder: str) -> Any:
 
 
 @pytest.mark.contract("Callbacks", "`Tuner.lr_find` and `LearningRateFinder` suggest the rate that one process finds")
-@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+@pytest.mark.parametrize("cell", [PIPE, REPLICAS], ids=str)
 def test_the_learning_rate_found_is_that_of_one_process(world: World, tmp_path: Path, cell: Cell) -> None:
     for name in ("plain", "piped"):
         (tmp_path / name).mkdir()
@@ -447,6 +453,6 @@ def refused(name: str, cell: Cell) -> str:
 )
 def test_what_needs_the_whole_model_or_memory_of_all_ranks_is_refused(world: World, name: str, message: str) -> None:
     # Lightning itself refuses the tuner's search where there are replicas, as with DDP.
-    for cell in (CHIMERA,) if name == "tuner" else (CHIMERA, REPLICAS):
+    for cell in (PIPE,) if name == "tuner" else (PIPE, REPLICAS):
         errors = world.run(refused, name, cell, size=cell.size)
         assert all(message in error for error in errors)

@@ -168,7 +168,7 @@ def write_files(cell: Cell, folder: str) -> None:
 
 
 @pytest.mark.contract("Loggers and profilers", "`CSVLogger` writes the file of one process, once")
-@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+@pytest.mark.parametrize("cell", [PIPE, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=str)
 def test_a_file_of_metrics_is_that_of_one_process(world: World, tmp_path: Path, cell: Cell) -> None:
     world.run(write_files, cell.reference, str(tmp_path), size=1)
     world.run(write_files, cell, str(tmp_path), size=cell.size)
@@ -230,7 +230,7 @@ def summary(text: str) -> list[str]:
 @pytest.mark.contract(
     "Callbacks", "`TQDMProgressBar` and `RichProgressBar` show one process's batches and metrics, once"
 )
-@pytest.mark.parametrize(("cell", "name"), [(CHIMERA, "rich"), (REPLICAS, "tqdm")], ids=["rich", "tqdm"])
+@pytest.mark.parametrize(("cell", "name"), [(PIPE, "rich"), (REPLICAS, "tqdm")], ids=["rich", "tqdm"])
 def test_what_is_printed_is_that_of_one_process(world: World, cell: Cell, name: str) -> None:
     (plain,) = screens(world, cell.reference, name)
     first, *others = screens(world, cell, name)
@@ -281,8 +281,8 @@ RATES = ("batches_per_sec", "samples_per_sec", "items_per_sec")
     "Callbacks", "`device/...` of `ThroughputMonitor` is one pipeline group's, not one rank's", "differs"
 )
 def test_throughput_is_that_of_all_replicas_and_not_of_all_ranks(world: World) -> None:
-    (plain,) = world.run(measure, CHIMERA.reference, size=1)
-    piped, *others = world.run(measure, CHIMERA, size=2)
+    (plain,) = world.run(measure, PIPE.reference, size=1)
+    piped, *others = world.run(measure, PIPE, size=2)
     assert [set(entry) for entry in piped] == [set(entry) for entry in plain]
     last = [[entry for entry in one if "train/samples" in entry][-1] for one in (piped, plain)]
     assert last[0]["train/samples"] == last[1]["train/samples"] == 2 * BATCHES * ROWS
@@ -302,8 +302,8 @@ def read_devices(cell: Cell) -> Any:
 
 @pytest.mark.contract("Callbacks", "`DeviceStatsMonitor` logs global rank 0's device")
 def test_devices_are_monitored_as_in_one_process(world: World) -> None:
-    (plain,) = world.run(read_devices, CHIMERA.reference, size=1)
-    first, second = world.run(read_devices, CHIMERA, size=2)
+    (plain,) = world.run(read_devices, PIPE.reference, size=1)
+    first, second = world.run(read_devices, PIPE, size=2)
     assert first == plain
     assert len(plain) >= 2 * BATCHES
     assert not second
@@ -327,8 +327,8 @@ def profile(cell: Cell, name: str, folder: str) -> dict[str, int]:
 @pytest.mark.contract("Loggers and profilers", "`PyTorchProfiler` records every rank's stages, a file per rank")
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
 def test_a_profiler_records_each_rank(world: World, tmp_path: Path, name: str) -> None:
-    (plain,) = world.run(profile, CHIMERA.reference, name, str(tmp_path / "plain"), size=1)
-    for piped in world.run(profile, CHIMERA, name, str(tmp_path / "piped"), size=2):
+    (plain,) = world.run(profile, PIPE.reference, name, str(tmp_path / "plain"), size=1)
+    for piped in world.run(profile, PIPE, name, str(tmp_path / "piped"), size=2):
         assert piped == plain
     texts = {path.name: path.read_text() for path in (tmp_path / "piped").glob("*.txt")}
     assert set(texts) == {f"fit-{name}-{rank}.txt" for rank in range(2)}
