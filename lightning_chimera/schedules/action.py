@@ -4,6 +4,9 @@ The text form of an action is its stage, the letter of its kind, its microbatch 
 
     2F0      stage 2, forward of microbatch 0, pipe 0
     3B1.1    stage 3, backward of microbatch 1, pipe 1
+    3I1.1    the part of that backward which computes the gradient of the stage's input
+    3W1.1    the other part, which computes the gradients of its weights
+    3B1a.1   the backward of the first half of the microbatch's rows; b is the second
 """
 
 from __future__ import annotations
@@ -11,12 +14,16 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 _NUMBER = "0|[1-9][0-9]*"
-_ACTION = re.compile(rf"(?P<stage>{_NUMBER})(?P<kind>[FB])(?P<microbatch>{_NUMBER})(?:\.(?P<pipe>[1-9][0-9]*))?")
+_ACTION = re.compile(
+    rf"(?P<stage>{_NUMBER})(?P<kind>[FBIW])(?P<microbatch>{_NUMBER})(?P<half>[ab]?)"
+    rf"(?:\.(?P<pipe>[1-9][0-9]*))?"
+)
 
 
 class Kind(enum.StrEnum):
@@ -24,20 +31,33 @@ class Kind(enum.StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    """The gradient of a stage's input: what the stage before waits for."""
+    WEIGHT = "W"
+    """The gradients of a stage's weights: what nobody waits for. I and W together are a backward."""
 
 
 class Action(NamedTuple):
-    """One cell of a schedule: one kind of work of one stage on one microbatch, in one pipe."""
+    """One cell of a schedule: one kind of work of one stage on one microbatch, in one pipe.
+
+    Attributes:
+        stage: the stage that works.
+        kind: what it computes.
+        microbatch: the microbatch.
+        pipe: the pipe of the microbatch.
+        half: ``a`` or ``b`` for a backward of one half of the microbatch's rows.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
     pipe: int = 0
+    half: str = ""
 
     def __str__(self) -> str:
         """Return the text form, such as ``2F0`` or ``2F0.1``."""
         suffix = f".{self.pipe}" if self.pipe else ""
-        return f"{self.stage}{self.kind.value}{self.microbatch}{suffix}"
+        return f"{self.stage}{self.kind.value}{self.microbatch}{self.half}{suffix}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -47,22 +67,36 @@ class Action(NamedTuple):
             ValueError: if the text is not exactly of that form.
         """
         match = _ACTION.fullmatch(text)
-        if match is None:
+        if match is None or (match["half"] and match["kind"] != Kind.BACKWARD):
             raise ValueError(
                 f"{text!r} is not an action. An action is <stage><kind><microbatch>, followed by .<pipe> unless the "
-                "pipe is 0, where the kind is F or B: for example 2F0 or 3B1.1."
+                "pipe is 0, where the kind is F, B, I or W: for example 2F0 or 3B1.1. A backward of half a microbatch "
+                "has an a or b behind the microbatch: 3B1a.1."
             )
-        return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]), int(match["pipe"] or 0))
+        half = match["half"] or ""
+        return cls(int(match["stage"]), Kind(match["kind"]), int(match["microbatch"]), int(match["pipe"] or 0), half)
 
-    def predecessor(self, num_stages: int) -> Action | None:
-        """Return the neighbour stage's action whose output this one takes; None where the pipe begins or turns."""
-        stage = self.stage - 1 if self.kind is Kind.FORWARD else self.stage + 1
-        return self._replace(stage=stage) if 0 <= stage < num_stages else None
 
-    def successor(self, num_stages: int) -> Action | None:
-        """Return the neighbour stage's action that takes this one's output; None where the pipe turns or ends."""
-        stage = self.stage + 1 if self.kind is Kind.FORWARD else self.stage - 1
-        return self._replace(stage=stage) if 0 <= stage < num_stages else None
+def producers(actions: Iterable[Action]) -> Mapping[Action, Action]:
+    """Return, for each action that takes the output of a neighbour stage, the action that makes it.
+
+    A forward takes the output of the stage before it. A backward, or the input-gradient part of one, takes the input
+    gradient of the stage after it, which a whole backward or a part makes there. A weight-gradient part takes none.
+    """
+    forwards: dict[Action, Action] = {}
+    gradients: dict[Action, Action] = {}
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            forwards[action] = action
+        elif action.kind is not Kind.WEIGHT:
+            gradients[action._replace(kind=Kind.BACKWARD)] = action
+    found = {}
+    for outputs, step in ((forwards, -1), (gradients, 1)):
+        for key, action in outputs.items():
+            producer = outputs.get(key._replace(stage=key.stage + step))
+            if producer is not None:
+                found[action] = producer
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,6 +127,27 @@ class Placement:
         """Return two pipes: pipe 0 runs down, stage s on rank s; pipe 1 runs up, stage s on rank num_stages-1-s."""
         return cls((tuple(range(num_stages)), tuple(reversed(range(num_stages)))))
 
+    @classmethod
+    def opposite(cls, num_stages: int, num_pairs: int) -> Placement:
+        """Return pairs of opposite pipes, each pair shifted by an equal part of the ranks; the down pipes come first.
+
+        Stage s of down pipe k is on rank (s + k * num_stages / num_pairs) mod num_stages; up pipe k mirrors it.
+        """
+        shifts = [pair * num_stages // num_pairs for pair in range(num_pairs)]
+        down = [tuple((shift + stage) % num_stages for stage in range(num_stages)) for shift in shifts]
+        return cls((*down, *(tuple(num_stages - 1 - rank for rank in pipe) for pipe in down)))
+
+    @classmethod
+    def interleaved(cls, num_ranks: int, num_chunks: int) -> Placement:
+        """Return one pipe that passes the ranks num_chunks times in the same direction."""
+        return cls((tuple(range(num_ranks)) * num_chunks,))
+
+    @classmethod
+    def zigzag(cls, num_ranks: int, num_waves: int = 1) -> Placement:
+        """Return one pipe that runs down the ranks and up again, num_waves times; one wave is a V."""
+        down = tuple(range(num_ranks))
+        return cls(((*down, *reversed(down)) * num_waves,))
+
     @property
     def num_pipes(self) -> int:
         """Number of pipes."""
@@ -115,6 +170,22 @@ class Placement:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the distinct stages that a rank holds over all pipes, in ascending order."""
         return tuple(sorted({stage for pipe in self.ranks for stage, owner in enumerate(pipe) if owner == rank}))
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether each rank that runs a stage runs the one that is as far from the other end as well."""
+        mirrored = Placement(tuple(tuple(reversed(pipe)) for pipe in self.ranks))
+        return all(self.stages_of(rank) == mirrored.stages_of(rank) for rank in range(self.num_ranks))
+
+    @property
+    def share(self) -> Fraction:
+        """The size of a stage in units of an equal share of the model for each rank; 1 where stages are ranks."""
+        return Fraction(self.num_ranks, self.num_stages)
+
+    @property
+    def weight_copies(self) -> tuple[float, ...]:
+        """For each rank, the weights that it holds in units of an equal share of the model for each rank."""
+        return tuple(plain(len(self.stages_of(rank)) * self.share) for rank in range(self.num_ranks))
 
 
 @dataclass(frozen=True)
@@ -166,9 +237,41 @@ class Schedule:
         return all(action.kind is Kind.FORWARD for row in self.rows for action in row)
 
     @property
-    def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the most forwards at one time whose backward has not run yet, in row order."""
-        return tuple(max(activations, default=0) for activations in map(count_activations, self.rows))
+    def split_backward(self) -> bool:
+        """Whether a backward comes in two parts, input gradient and weight gradient."""
+        return any(action.kind is Kind.WEIGHT for row in self.rows for action in row)
+
+    @property
+    def halved_backward(self) -> bool:
+        """Whether a backward comes in two halves of its microbatch's rows."""
+        return any(action.half for row in self.rows for action in row)
+
+    def with_whole_backwards(self) -> Schedule:
+        """Return the same with one backward in the place of the first of two halves."""
+        rows = tuple(tuple(action._replace(half="") for action in row if action.half != "b") for row in self.rows)
+        return replace(self, rows=rows)
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each rank, the most activations at one time, in row order.
+
+        The unit is what an equal share of the model for each rank keeps for one microbatch, from its forward until its
+        backward, or the weight-gradient part of it, has run.
+        """
+        share = self.placement.share
+        return tuple(plain(max(count_activations(row), default=Fraction()) * share) for row in self.rows)
+
+    @functools.cached_property
+    def producers(self) -> Mapping[Action, Action]:
+        """For each action that takes the output of a neighbour stage, the action that makes it."""
+        return producers(action for row in self.rows for action in row)
+
+    @property
+    def num_messages(self) -> int:
+        """Number of outputs that go from one rank to another in a step."""
+        rank_of = self.placement.rank_of
+        ends = ((rank_of(a.stage, a.pipe), rank_of(b.stage, b.pipe)) for a, b in self.producers.items())
+        return sum(source != target for target, source in ends)
 
     @functools.cached_property
     def _pipes(self) -> dict[int, int]:
@@ -224,23 +327,48 @@ class Schedule:
         )
 
 
-def count_activations(row: tuple[Action, ...]) -> Iterator[int]:
-    """Yield, after each action of a row, the number of forwards so far whose backward has not run yet."""
-    held = 0
+def count_activations(row: tuple[Action, ...]) -> Iterator[Fraction]:
+    """Yield, after each action of a row, the number of forwards so far whose backward has not ended yet."""
+    held = Fraction()
     for action in row:
-        held += 1 if action.kind is Kind.FORWARD else -1
+        held += _held_by(action)
         yield held
 
 
-def check_counts(name: str, num_stages: int, num_microbatches: int) -> None:
-    """Refuse a schedule without a stage or without a microbatch.
+def _held_by(action: Action) -> Fraction:
+    """Return how many forwards more are held after an action; a backward of half the rows gives half of one back."""
+    if action.kind is Kind.FORWARD:
+        return Fraction(1)
+    return Fraction(0) if action.kind is Kind.INPUT else Fraction(-1, 2) if action.half else Fraction(-1)
+
+
+def plain(number: Fraction) -> float:
+    """Return a number as an int where it is whole and as a float elsewhere, which prints as people write it."""
+    return int(number) if number.denominator == 1 else float(number)
+
+
+def check_counts(name: str, num_stages: int, num_microbatches: int, *, chunks: int = 1) -> None:
+    """Refuse a schedule without a stage, without a microbatch, or without a chunk of the model on each rank.
 
     Raises:
-        ValueError: if either number is below 1.
+        ValueError: if a number is below 1.
     """
-    for noun, count in (("stage", num_stages), ("microbatch", num_microbatches)):
+    for noun, count in (("stage", num_stages), ("microbatch", num_microbatches), ("chunk", chunks)):
         if count < 1:
             raise ValueError(f"Schedule {name} needs at least one {noun}; got {count}. Set it to 1 or more.")
+
+
+def check_even(name: str, num_stages: int) -> None:
+    """Refuse a schedule of opposite pipes with an odd number of stages; one stage alone is left to the schedule.
+
+    Raises:
+        ValueError: if the number is odd and not 1.
+    """
+    if num_stages % 2 and num_stages > 1:
+        raise ValueError(
+            f"Schedule {name} needs an even number of stages, because its two pipes meet in the middle; got "
+            f"{num_stages}. Use {num_stages - 1} or {num_stages + 1} stages, or the schedule gpipe or 1f1b."
+        )
 
 
 def render_grid(schedule: Schedule, bad: tuple[int, int] | None = None) -> str:

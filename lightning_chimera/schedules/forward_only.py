@@ -1,11 +1,13 @@
-"""Forward only: one pipe that runs every microbatch forward, for evaluation and prediction.
+"""Forward only: the first pipe of a placement runs every microbatch forward, for evaluation and prediction.
 
-Four stages, three microbatches:
+Four stages on four ranks, three microbatches:
 
     rank 0  F0 F1 F2 .  .  .
     rank 1  .  F0 F1 F2 .  .
     rank 2  .  .  F0 F1 F2 .
     rank 3  .  .  .  F0 F1 F2
+
+A rank with several stages runs all microbatches through one before it goes on to the next.
 """
 
 from __future__ import annotations
@@ -13,15 +15,20 @@ from __future__ import annotations
 from lightning_chimera.schedules.action import Action, Kind, Placement, Schedule, check_counts
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return the schedule that only runs forwards, through one pipe.
+def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
+    """Return the schedule that only runs forwards, through the first pipe.
 
     Raises:
-        ValueError: if there is no stage or no microbatch.
+        ValueError: if there is no microbatch.
     """
-    check_counts("forward_only", num_stages, num_microbatches)
+    check_counts("forward_only", placement.num_stages, num_microbatches)
+    first = Placement(placement.ranks[:1])
     rows = tuple(
-        tuple(Action(stage, Kind.FORWARD, microbatch) for microbatch in range(num_microbatches))
-        for stage in range(num_stages)
+        tuple(
+            Action(stage, Kind.FORWARD, microbatch)
+            for stage in first.stages_of(rank)
+            for microbatch in range(num_microbatches)
+        )
+        for rank in range(first.num_ranks)
     )
-    return Schedule("forward_only", Placement.down(num_stages), num_microbatches, rows)
+    return Schedule("forward_only", first, num_microbatches, rows)

@@ -89,8 +89,9 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Lowered:
     """Add the sends and receives to a schedule.
 
     A send directly follows the compute that produced it. A receive is posted ``lookahead`` computes before the one that
-    consumes it, in the order of its link. A send is released directly after the first compute whose receive proves that
-    the peer has taken it, or at the end of the row where no receive does.
+    consumes it, or earlier where its link asks for that: the receives of a link are posted in the order of its sends. A
+    send is released directly after the first compute whose receive proves that the peer has taken it, or at the end of
+    the row where no receive does.
 
     Args:
         schedule: a schedule that ``validate`` accepts.
@@ -112,9 +113,10 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Lowered:
 def _links(schedule: Schedule) -> dict[Link, list[Message]]:
     """Return the queue of every directed link."""
     links: dict[Link, list[Message]] = {}
+    consumers = {producer: consumer for consumer, producer in schedule.producers.items()}
     for source, row in enumerate(schedule.rows):
         for producer in row:
-            consumer = producer.successor(schedule.num_stages)
+            consumer = consumers.get(producer)
             target = source if consumer is None else schedule.placement.rank_of(consumer.stage, consumer.pipe)
             if consumer is not None and target != source:
                 queue = links.setdefault((source, target), [])
@@ -126,28 +128,46 @@ def _row(
     row: tuple[Action, ...], rank: int, links: dict[Link, list[Message]], positions: dict[Action, int], lookahead: int
 ) -> tuple[Instruction, ...]:
     """Return the instructions of one rank."""
-    received = {
-        message.consumer: message for (_, target), queue in links.items() if target == rank for message in queue
-    }
     sent = {message.producer: message for (source, _), queue in links.items() if source == rank for message in queue}
-    posts: list[list[Message]] = [[] for _ in row]
-    releases: list[list[Message]] = [[] for _ in [*row, None]]
-    for index, action in enumerate(row):
-        if action in received:
-            posts[max(0, index - lookahead)].append(received[action])
+    posts = _posts(rank, links, positions, lookahead)
+    releases: dict[int, list[Message]] = {}
+    for action in row:
         if action in sent:
             answers = links.get((sent[action].target, rank), [])
-            releases[_proof(sent[action], answers, positions, len(row))].append(sent[action])
+            releases.setdefault(_proof(sent[action], answers, positions, len(row)), []).append(sent[action])
 
     instructions: list[Instruction] = []
     for index, action in enumerate(row):
-        instructions += [Instruction(Operation.POST, message) for message in posts[index]]
+        instructions += [Instruction(Operation.POST, message) for message in posts.get(index, [])]
         instructions.append(Instruction(Operation.COMPUTE, action))
         # The send comes before the releases, since the peer may be waiting for it.
         instructions += [Instruction(Operation.SEND, sent[action])] if action in sent else []
-        instructions += [Instruction(Operation.RELEASE, message) for message in releases[index]]
-    instructions += [Instruction(Operation.RELEASE, message) for message in releases[-1]]
+        instructions += [Instruction(Operation.RELEASE, message) for message in releases.get(index, [])]
+    instructions += [Instruction(Operation.RELEASE, message) for message in releases.get(len(row), [])]
     return tuple(instructions)
+
+
+def _posts(
+    rank: int, links: dict[Link, list[Message]], positions: dict[Action, int], lookahead: int
+) -> dict[int, list[Message]]:
+    """Return the receives of a rank by the compute before which they are posted.
+
+    A link's receives are posted in the order of its sends. One that is needed later than a message behind it in the
+    queue is posted with that message and waits in its buffer.
+    """
+    needed: list[tuple[int, Message]] = []
+    for (_, target), queue in links.items():
+        if target == rank:
+            place = len(positions)
+            for message in reversed(queue):
+                place = min(place, positions[message.consumer])
+                needed.append((place, message))
+    # At the start of a row several are due: those that are needed first come first, on a link those sent first.
+    needed.sort(key=lambda item: (item[0], item[1].source, item[1].index))
+    posts: dict[int, list[Message]] = {}
+    for place, message in needed:
+        posts.setdefault(max(0, place - lookahead), []).append(message)
+    return posts
 
 
 def _proof(message: Message, answers: list[Message], positions: dict[Action, int], end: int) -> int:
@@ -155,10 +175,10 @@ def _proof(message: Message, answers: list[Message], positions: dict[Action, int
 
     Args:
         message: the message to prove taken.
-        answers: the queue in the other direction. The first answer that the peer produced with or after the consumer of
-            the message is the proof.
+        answers: the queue in the other direction. Any answer that the peer produced with or after the consumer of the
+            message is a proof.
         positions: the place of each action in its row.
         end: the length of the sender's row.
     """
     first = bisect.bisect_left(answers, positions[message.consumer], key=lambda answer: positions[answer.producer])
-    return positions[answers[first].consumer] if first < len(answers) else end
+    return min((positions[answer.consumer] for answer in answers[first:]), default=end)

@@ -20,11 +20,13 @@ class Selection:
         build: makes it for a number of stages and of microbatches.
         microbatches_per_stage: the default number of microbatches, divided by the number of stages.
         fixed: the schedule itself, where the user gave one; it fits no other numbers.
+        short: makes it for fewer microbatches, where ``build`` needs many.
     """
 
     build: Builder
     microbatches_per_stage: int
     fixed: Schedule | None = None
+    short: Builder | None = None
 
     @classmethod
     def of_value(cls, schedule: Schedule) -> Selection:

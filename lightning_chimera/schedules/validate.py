@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_chimera.schedules.action import Action, Kind, Schedule, count_activations, render_grid
+from lightning_chimera.schedules.action import Action, Kind, Schedule, count_activations, plain, render_grid
 
 Cell = tuple[int, int]
 
@@ -29,15 +29,20 @@ class ScheduleError(ValueError):
         super().__init__(f"Schedule {schedule.name}{where}: {problem}\n{rule}\n{grid}")
 
 
-def validate(schedule: Schedule, *, max_activations: int | Sequence[int] | None = None) -> None:
+def validate(
+    schedule: Schedule, *, max_activations: float | Sequence[float] | None = None, in_order: bool = False
+) -> None:
     """Check that a schedule is complete and runs without deadlock at any message size and any timing.
 
     Messages between two ranks form one queue per direction. A message may start when the one before it in its queue was
-    matched, and a compute waits only for its own receive, never for a send.
+    matched. Receives are posted in that order, by the time of the first compute that needs a later message, and a
+    compute waits only for its own receive, never for a send.
 
     Args:
         schedule: the schedule to judge.
-        max_activations: most forwards whose backward has not run yet: one bound for all ranks, or one for each.
+        max_activations: most activations, as ``Schedule.peak_activations`` counts them: one bound for all ranks, or one
+            for each.
+        in_order: whether, besides, each queue must be consumed in the order in which it is produced.
 
     Raises:
         ScheduleError: if a check fails; it names the first bad cell and prints the grid with that cell marked.
@@ -47,7 +52,8 @@ def validate(schedule: Schedule, *, max_activations: int | Sequence[int] | None 
     _check_complete(schedule)
     cells = {action: (rank, index) for rank, index, action in _cells(schedule)}
     _check_order(schedule, cells)
-    _check_links(schedule, cells)
+    if in_order:
+        _check_links(schedule, cells)
     _check_progress(schedule, cells)
     if max_activations is not None:
         _check_activations(schedule, max_activations)
@@ -67,7 +73,7 @@ def _check_cells(schedule: Schedule) -> None:
         if action in seen:
             problem = f"{action} runs a second time."
         if problem:
-            rule = "A rank runs each forward and backward of its own stages exactly once, and nothing else."
+            rule = "A rank runs each action of its own stages exactly once, and nothing else."
             raise ScheduleError(schedule, problem, rule, rank=rank, index=index)
         seen.add(action)
 
@@ -86,48 +92,71 @@ def _misplaced(schedule: Schedule, action: Action, rank: int) -> str | None:
 
 def _check_complete(schedule: Schedule) -> None:
     """Check that each microbatch runs in one pipe, through all of its stages, forward and (if at all) backward."""
-    rule = "Each microbatch runs in exactly one pipe: one forward on each of its stages and, in training, one backward."
+    rule = (
+        "Each microbatch runs in exactly one pipe: one forward on each of its stages and, in training, one backward,"
+        " whole (B), in parts (I and W), or in halves on all stages (Ba and Bb)."
+    )
     pipes: dict[int, int] = {}
+    halved: dict[int, bool] = {}
     for rank, index, action in _cells(schedule):
         pipe = pipes.setdefault(action.microbatch, action.pipe)
+        problem = None
         if pipe != action.pipe:
             problem = f"{action} runs in pipe {action.pipe}, but its microbatch already runs in pipe {pipe}."
+        elif action.kind is not Kind.FORWARD and halved.setdefault(action.microbatch, bool(action.half)) != bool(
+            action.half
+        ):
+            problem = f"{action} is {'a half' if action.half else 'whole'}, but its microbatch runs otherwise before."
+        if problem:
             raise ScheduleError(schedule, problem, rule, rank=rank, index=index)
-    present = {action for row in schedule.rows for action in row}
-    kinds = [Kind.FORWARD] if schedule.forward_only else [Kind.FORWARD, Kind.BACKWARD]
+    present = {action: (rank, index) for rank, index, action in _cells(schedule)}
     for microbatch in range(schedule.num_microbatches):
         if microbatch not in pipes:
             raise ScheduleError(schedule, f"no action runs microbatch {microbatch}.", rule)
-        for kind in kinds:
-            for stage in range(schedule.num_stages):
-                action = Action(stage, kind, microbatch, pipes[microbatch])
+        for stage in range(schedule.num_stages):
+            forward = Action(stage, Kind.FORWARD, microbatch, pipes[microbatch])
+            for action in [forward] if schedule.forward_only else [forward, *_backward(forward, present)]:
                 if action not in present:
                     rank = schedule.placement.rank_of(stage, action.pipe)
                     raise ScheduleError(schedule, f"{action} is missing from rank {rank}.", rule, rank=rank)
+            extra = forward._replace(kind=Kind.BACKWARD)
+            part = forward._replace(kind=Kind.WEIGHT)
+            if extra in present and part in present:
+                rank, index = present[part]
+                problem = f"{part} is a part of {extra}, which runs whole."
+                raise ScheduleError(schedule, problem, rule, rank=rank, index=index)
+
+
+def _backward(forward: Action, present: Mapping[Action, Cell]) -> tuple[Action, ...]:
+    """Return the actions of the backward that belongs to a forward: in the form of which any is present, else whole."""
+    whole, grad_input, grad_weight = (forward._replace(kind=kind) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
+    halves = (whole._replace(half="a"), whole._replace(half="b"))
+    for form in ((grad_input, grad_weight), halves):
+        if any(action in present for action in form):
+            return form
+    return (whole,)
 
 
 def _check_order(schedule: Schedule, cells: dict[Action, Cell]) -> None:
-    rule = "A stage runs the backward of a microbatch after its forward."
+    rule = "A stage runs the backward of a microbatch after its forward, and of its parts the input gradient (I) first."
     for rank, index, action in _cells(schedule):
-        forward = action._replace(kind=Kind.FORWARD)
-        if action.kind is not Kind.FORWARD and cells[forward][1] > index:
-            raise ScheduleError(schedule, f"{action} runs before {forward}.", rule, rank=rank, index=index)
+        before = Kind.INPUT if action.kind is Kind.WEIGHT else Kind.FORWARD
+        earlier = action._replace(kind=before, half="")
+        if action.kind is not Kind.FORWARD and cells[earlier][1] > index:
+            raise ScheduleError(schedule, f"{action} runs before {earlier}.", rule, rank=rank, index=index)
 
 
 def _check_links(schedule: Schedule, cells: dict[Action, Cell]) -> None:
     """Check that on each directed link the receiver consumes messages in the order the sender produces them."""
     consumed: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in _cells(schedule):
-        producer = action.predecessor(schedule.num_stages)
+        producer = schedule.producers.get(action)
         if producer is not None and cells[producer][0] != rank:
             consumed.setdefault((cells[producer][0], rank), []).append(action)
     problems: list[tuple[int, int, str]] = []
     for (source, target), actions in consumed.items():
         # On one link a producer names its consumer, so sorting by the producer's position is the sending order.
-        producers = [action.predecessor(schedule.num_stages) for action in actions]
-        sent = sorted(
-            (cells[producer][1], action) for producer, action in zip(producers, actions, strict=True) if producer
-        )
+        sent = sorted((cells[schedule.producers[action]][1], action) for action in actions)
         for action, (_, expected) in zip(actions, sent, strict=True):
             if action != expected:
                 problem = (
@@ -144,8 +173,8 @@ def _check_links(schedule: Schedule, cells: dict[Action, Cell]) -> None:
 def _check_progress(schedule: Schedule, cells: dict[Action, Cell]) -> None:
     """Step all ranks until every row is done or nobody can move.
 
-    A receive is matched at the latest when its rank reaches the compute that needs it, and a compute never waits for a
-    send. The queues were found in order, so message k - 1 is matched by then, and only the producer can be missing.
+    All messages before one in its queue are posted when its receive is, and a compute never waits for a send. So when a
+    rank reaches a compute, its receive can only wait for the producer.
     """
     done = [0] * schedule.num_ranks
     moved = True
@@ -161,7 +190,7 @@ def _check_progress(schedule: Schedule, cells: dict[Action, Cell]) -> None:
 
 def _awaited(schedule: Schedule, cells: dict[Action, Cell], done: list[int], action: Action) -> Action | None:
     """Return the action that must still run before this one has its input; None if the input is there."""
-    producer = action.predecessor(schedule.num_stages)
+    producer = schedule.producers.get(action)
     if producer is None:
         return None
     rank, index = cells[producer]
@@ -191,15 +220,16 @@ def _deadlock(schedule: Schedule, cells: dict[Action, Cell], done: list[int]) ->
     return ScheduleError(schedule, problem, rule, rank=circle[start], index=done[circle[start]])
 
 
-def _check_activations(schedule: Schedule, max_activations: int | Sequence[int]) -> None:
-    bounds = [max_activations] * schedule.num_ranks if isinstance(max_activations, int) else list(max_activations)
+def _check_activations(schedule: Schedule, max_activations: float | Sequence[float]) -> None:
+    bounds = list(max_activations) if isinstance(max_activations, Sequence) else [max_activations] * schedule.num_ranks
     if len(bounds) != schedule.num_ranks:
         raise ValueError(
             f"{len(bounds)} activation bounds for {schedule.num_ranks} ranks: give one, or one for each rank."
         )
+    share = schedule.placement.share
     for rank, (bound, row) in enumerate(zip(bounds, schedule.rows, strict=True)):
         for index, held in enumerate(count_activations(row)):
-            if held > bound:
-                problem = f"{row[index]} makes {held} microbatches whose backward has not run yet."
-                rule = f"Rank {rank} may hold at most {bound}."
+            if plain(held * share) > bound:
+                problem = f"{row[index]} makes {plain(held * share):g} microbatches whose backward has not run yet."
+                rule = f"Rank {rank} may hold at most {bound:g}."
                 raise ScheduleError(schedule, problem, rule, rank=rank, index=index)

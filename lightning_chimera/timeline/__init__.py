@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from lightning_chimera.timeline.simulate import Costs, simulate
-from lightning_chimera.timeline.timeline import Grid, Span, Timeline, cell_text, render_timeline, sample
+from lightning_chimera.timeline.sync import SyncPolicy, synchronize
+from lightning_chimera.timeline.timeline import (
+    Grid,
+    Span,
+    SyncSpan,
+    Timeline,
+    cell_text,
+    render_timeline,
+    sample,
+    upward_stages,
+)
 from lightning_chimera.timeline.trace import chrome_trace, write_trace
 
 __all__ = [
     "Costs",
     "Grid",
     "Span",
+    "SyncPolicy",
+    "SyncSpan",
     "Timeline",
     "cell_text",
     "chrome_trace",
     "render_timeline",
     "sample",
     "simulate",
+    "synchronize",
+    "upward_stages",
     "write_trace",
 ]

@@ -12,22 +12,34 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from lightning_chimera.schedules.action import Kind
-from lightning_chimera.timeline.timeline import Span, Timeline
+from lightning_chimera.schedules.action import Action, Kind
+from lightning_chimera.timeline.timeline import Timeline, upward_stages
 
-# Dark and light of two hues that colour-blind readers tell apart, with the ink that is legible on each.
+# Dark and light of four hues that colour-blind readers tell apart, with the ink that is legible on each.
 _DOWN, _UP = 0, 1
 _FILL = {
     (Kind.FORWARD, _DOWN): "#1f5fa8",
     (Kind.FORWARD, _UP): "#a9cdf0",
     (Kind.BACKWARD, _DOWN): "#c4560a",
     (Kind.BACKWARD, _UP): "#fbcf99",
+    (Kind.INPUT, _DOWN): "#9c3f74",
+    (Kind.INPUT, _UP): "#efc4dc",
+    (Kind.WEIGHT, _DOWN): "#0f7a59",
+    (Kind.WEIGHT, _UP): "#a4dcc6",
 }
+_NAME = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+_SYNC = "#2b2b2b"
 _INK = {_DOWN: "white", _UP: "#1a1a1a"}
 _EDGE = "#ffffff"
 _AFTER = "#e9e9e9"
 _GREY = "#5a5a5a"
 
+_LEGEND_COLUMNS = 7
 _WIDTH = 12.0
 _RIGHT, _TOP, _BOTTOM = 0.2, 0.25, 0.6
 _LABEL = 0.074
@@ -45,8 +57,9 @@ def plot_timelines(timelines: Sequence[Timeline], *, time_label: str = "time") -
     """Draw timelines below each other on one time axis.
 
     A panel shows the ranks as rows, rank 0 on top. A cell holds the number of its microbatch. What is white is bubble;
-    what is grey comes after the end of the timeline. The hue tells forward from backward; dark cells belong to the even
-    pipes, which run down, light cells to the odd ones, which run up.
+    what is grey comes after the end of the timeline. The hue tells forward from backward, and the parts of a backward
+    from each other; where a pipe runs down the ranks its cells are dark, where it runs up they are light. A bar at the
+    bottom of a row is an all-reduce of gradients.
 
     Args:
         timelines: what to draw, from top to bottom.
@@ -55,20 +68,20 @@ def plot_timelines(timelines: Sequence[Timeline], *, time_label: str = "time") -
     Raises:
         ValueError: if there is nothing to draw.
     """
-    makespan = max((timeline.makespan for timeline in timelines), default=0.0)
-    if makespan == 0:
+    end = max((timeline.end for timeline in timelines), default=0.0)
+    if end == 0:
         raise ValueError("There is nothing to draw: give at least one timeline in which something runs.")
     panels = [_ROW * timeline.num_ranks for timeline in timelines]
     height = _TOP + sum(panels) + _GAP * len(panels) + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     labels = [timeline.label(rank) for timeline in timelines for rank in range(timeline.num_ranks)]
     left = 0.3 + _LABEL * max(map(len, labels))
-    points = (_WIDTH - left - _RIGHT) * _POINTS / makespan
+    points = (_WIDTH - left - _RIGHT) * _POINTS / end
     top = height - _TOP
     for timeline, panel in zip(timelines, panels, strict=True):
         top -= _GAP + panel
         box = (left / _WIDTH, top / height, (_WIDTH - left - _RIGHT) / _WIDTH, panel / height)
-        axes = figure.add_axes(box, xlim=(0, makespan), ylim=(timeline.num_ranks - 0.5, -0.5))
+        axes = figure.add_axes(box, xlim=(0, end), ylim=(timeline.num_ranks - 0.5, -0.5))
         _style(axes, timeline)
         _draw(axes, timeline, points)
     for axes in figure.axes[:-1]:
@@ -96,8 +109,9 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def _style(axes: Axes, timeline: Timeline) -> None:
+    synced = f", all-reduces end at {timeline.end:.4g}" if timeline.syncs else ""
     axes.set_title(
-        f"{timeline.name}: makespan {timeline.makespan:.4g}, bubble {timeline.bubble:.1%}",
+        f"{timeline.name}: makespan {timeline.makespan:.4g}, bubble {timeline.bubble:.1%}{synced}",
         loc="left",
         fontsize=11,
         fontweight="bold",
@@ -114,31 +128,39 @@ def _style(axes: Axes, timeline: Timeline) -> None:
 def _draw(axes: Axes, timeline: Timeline, points: float) -> None:
     """Draw the cells of a panel; ``points`` is the width of one unit of time in points."""
     font = _font_size(timeline, points)
-    axes.axvspan(timeline.makespan, axes.get_xlim()[1], color=_AFTER, linewidth=0)
+    styles = _styles(timeline)
+    axes.axvspan(timeline.end, axes.get_xlim()[1], color=_AFTER, linewidth=0)
     for rank in range(timeline.num_ranks):
         spans = timeline.of_rank(rank)
         axes.broken_barh(
             [(span.start, span.duration) for span in spans],
             (rank - 0.5, 1),
-            facecolors=[_FILL[_style_of(span)] for span in spans],
+            facecolors=[_FILL[styles[span.action]] for span in spans],
             edgecolors=_EDGE,
             linewidth=0.7,
         )
         for span in spans:
-            text = str(span.action.microbatch)
+            text = f"{span.action.microbatch}{span.action.half}"
             if font >= _MIN_FONT and len(text) * _DIGIT * font <= span.duration * points:
                 middle = (span.start + span.end) / 2
-                ink = _INK[_style_of(span)[1]]
+                ink = _INK[styles[span.action][1]]
                 axes.text(middle, rank, text, color=ink, size=font, ha="center", va="center_baseline")
+    for sync in timeline.syncs:
+        for rank in sync.ranks:
+            bar = [(sync.start, sync.end - sync.start)]
+            axes.broken_barh(bar, (rank + 0.34, 0.16), facecolors=_SYNC, edgecolors=_EDGE, linewidth=0.5)
 
 
-def _style_of(span: Span) -> tuple[Kind, int]:
-    return span.action.kind, span.action.pipe % 2
+def _styles(timeline: Timeline) -> dict[Action, tuple[Kind, int]]:
+    """Return kind and direction of each action."""
+    upward = upward_stages(timeline)
+    actions = (span.action for span in timeline.spans)
+    return {action: (action.kind, _UP if (action.pipe, action.stage) in upward else _DOWN) for action in actions}
 
 
 def _font_size(timeline: Timeline, points: float) -> float:
     """Return the size at which the longest number fits into an ordinary cell of the shorter kind."""
-    digits = max((len(str(span.action.microbatch)) for span in timeline.spans), default=1)
+    digits = max((len(f"{span.action.microbatch}{span.action.half}") for span in timeline.spans), default=1)
     widths: dict[Kind, list[float]] = {}
     for span in timeline.spans:
         widths.setdefault(span.action.kind, []).append(span.duration * points)
@@ -147,21 +169,23 @@ def _font_size(timeline: Timeline, points: float) -> float:
 
 
 def _add_legend(figure: Figure, timelines: Sequence[Timeline], left: float) -> None:
-    used = {_style_of(span) for timeline in timelines for span in timeline.spans}
+    used = {style for timeline in timelines for style in _styles(timeline).values()}
     directions = {_DOWN: "down", _UP: "up"} if any(direction == _UP for _, direction in used) else {_DOWN: ""}
     handles = [
-        Patch(facecolor=_FILL[kind, direction], label=f"{kind.name.lower()} {word}".rstrip())
+        Patch(facecolor=_FILL[kind, direction], label=f"{_NAME[kind]} {word}".rstrip())
         for direction, word in directions.items()
         for kind in Kind
         if (kind, direction) in used
     ]
     handles.append(Patch(facecolor="white", edgecolor=_GREY, linewidth=0.6, label="bubble"))
+    if any(timeline.syncs for timeline in timelines):
+        handles.append(Patch(facecolor=_SYNC, label="all-reduce"))
     anchor = (left / _WIDTH, 1 - 0.12 / figure.get_figheight())
     figure.legend(
         handles=handles,
         loc="upper left",
         bbox_to_anchor=anchor,
-        ncols=len(handles),
+        ncols=len(handles) if len(handles) <= _LEGEND_COLUMNS else (len(handles) + 1) // 2,
         frameon=False,
         borderaxespad=0,
         borderpad=0,

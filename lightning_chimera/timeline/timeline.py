@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
-from lightning_chimera.schedules.action import Action, count_activations
+from lightning_chimera.schedules.action import Action, count_activations, plain
 
 
 class Span(NamedTuple):
@@ -23,6 +24,15 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+class SyncSpan(NamedTuple):
+    """The all-reduce of a stage's gradients over the ranks that hold it, with its start and end in seconds."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When each action of a step ran. Time is in seconds and starts at 0.
@@ -32,6 +42,7 @@ class Timeline:
         num_ranks: number of ranks, idle ones included.
         spans: the actions; those of one rank do not overlap.
         labels: what the ranks are called in pictures, if it is not ``rank 0``, ``rank 1``, ...
+        syncs: the all-reduces of gradients, which run beside the actions; see ``synchronize``.
 
     Raises:
         ValueError: if a span is on a rank that does not exist, or ends before it starts, or not every rank has a label.
@@ -41,6 +52,7 @@ class Timeline:
     num_ranks: int
     spans: tuple[Span, ...]
     labels: tuple[str, ...] = ()
+    syncs: tuple[SyncSpan, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each span, and the labels."""
@@ -68,6 +80,11 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     @property
+    def end(self) -> float:
+        """Seconds until the last action and the last all-reduce have ended."""
+        return max([self.makespan, *(sync.end for sync in self.syncs)])
+
+    @property
     def busy(self) -> tuple[float, ...]:
         """For each rank, the seconds that it spends in actions."""
         return tuple(math.fsum(span.duration for span in self.of_rank(rank)) for rank in range(self.num_ranks))
@@ -85,10 +102,28 @@ class Timeline:
         return math.fsum(self.idle) / (self.num_ranks * makespan) if makespan else 0.0
 
     @property
-    def peak_activations(self) -> tuple[int, ...]:
-        """For each rank, the most forwards at one time whose backward has not ended."""
+    def peak_activations(self) -> tuple[float, ...]:
+        """For each rank, the most activations at one time, in the unit of ``Schedule.peak_activations``."""
+        share = Fraction(
+            self.num_ranks, 1 + max((span.action.stage for span in self.spans), default=self.num_ranks - 1)
+        )
         rows = (tuple(span.action for span in self.of_rank(rank)) for rank in range(self.num_ranks))
-        return tuple(max(count_activations(row), default=0) for row in rows)
+        return tuple(plain(max(count_activations(row), default=Fraction()) * share) for row in rows)
+
+
+def upward_stages(timeline: Timeline) -> frozenset[tuple[int, int]]:
+    """Return the pairs of pipe and stage that a pipe passes on its way from higher to lower ranks.
+
+    A stage goes the way that its pipe has come to it; where the pipe begins or turns on a rank, the way it goes on. A
+    step over several ranks is one around the end of the ranks.
+    """
+    ranks = {(span.action.pipe, span.action.stage): span.rank for span in timeline.spans}
+    upward = set()
+    for (pipe, stage), rank in ranks.items():
+        step = rank - ranks.get((pipe, stage - 1), rank) or ranks.get((pipe, stage + 1), rank) - rank
+        if step == -1 or step > 1:
+            upward.add((pipe, stage))
+    return frozenset(upward)
 
 
 class Grid(NamedTuple):
@@ -133,7 +168,7 @@ def _sampled(spans: tuple[Span, ...], column: float, num_columns: int) -> tuple[
 
 def cell_text(action: Action | None) -> str:
     """Return what a cell of a time grid shows: ``F2`` for the forward of microbatch 2, ``.`` for an idle rank."""
-    return f"{action.kind}{action.microbatch}" if action else "."
+    return f"{action.kind}{action.microbatch}{action.half}" if action else "."
 
 
 def render_timeline(timeline: Timeline) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_chimera.schedules.action import producers
 from lightning_chimera.timeline.timeline import Span, Timeline
 
 Event = dict[str, Any]
@@ -101,9 +102,9 @@ def _slice(span: Span, first_process: int) -> Event:
 def _arrows(timeline: Timeline, first_process: int) -> Iterator[Event]:
     """Yield the start and the finish of the arrow of each message, next to each other."""
     spans = {span.action: span for span in timeline.spans}
-    num_stages = 1 + max((action.stage for action in spans), default=0)
+    made_by = producers(spans)
     for span in timeline.spans:
-        producer = spans.get(span.action.predecessor(num_stages) or span.action, span)
+        producer = spans[made_by.get(span.action, span.action)]
         if producer.rank == span.rank:
             continue
         name = f"{producer.action} -> {span.action}"

@@ -19,7 +19,7 @@ rank 1 .  F0 F2 F1 F3 .  B2 B2 B0 B0 B3 B3 B1 B1 F4 F6 .  F5 F7 .  B6 B6 B4 B4 B
 rank 2 .  F2 F0 F3 F1 .  B0 B0 B2 B2 B1 B1 B3 B3 F6 F4 .  F7 F5 .  B4 B4 B6 B6 B5 B5 B7 B7 .  .
 rank 3 F2 F3 .  F0 B0 B0 F1 B1 B1 .  B2 B2 F6 .  B3 B3 F7 F4 B4 B4 F5 B5 B5 .  B6 B6 .  .  B7 B7
 
-chimera, 4 stages, 8 microbatches: makespan 30, bubble 20.0%
+chimera, 4 stages, 8 microbatches: makespan 30, bubble 20.0%, 48 messages
 """
 
 
@@ -53,7 +53,12 @@ def test_schedule_prints_the_grid_of_time() -> None:
 def test_schedule_prints_idle_time_and_peak_activations_of_each_rank() -> None:
     table = [line.split("\u2502")[1:-1] for line in succeed("schedule", "chimera", "--stages", 4).splitlines()]
     rows = [[cell.strip() for cell in cells] for cells in table if cells]
-    assert rows == [["0", "0, 3", "4", "3"], ["1", "1, 2", "4", "4"], ["2", "1, 2", "4", "4"], ["3", "0, 3", "4", "3"]]
+    assert rows == [
+        ["0", "0, 3", "2", "4", "3"],
+        ["1", "1, 2", "2", "4", "4"],
+        ["2", "1, 2", "2", "4", "4"],
+        ["3", "0, 3", "2", "4", "3"],
+    ]
 
 
 def test_a_wide_grid_is_printed_in_full_where_there_is_no_terminal() -> None:
@@ -82,13 +87,16 @@ def test_json_is_one_object_with_the_facts() -> None:
     facts = json.loads(succeed("schedule", "chimera", "--stages", 2, "--costs", "1:1:1", "--latency", 0.5, "--json"))
     assert facts == {
         "name": "chimera",
+        "ranks": 2,
         "stages": 2,
         "microbatches": 2,
-        "costs": {"forward": 1.0, "backward": 2.0, "latency": 0.5},
+        "costs": {"forward": 1.0, "backward": 2.0, "weight": 1.0, "latency": 0.5},
         "makespan": 7.0,
         "bubble": pytest.approx(1 / 7),
         "idle": [1.0, 1.0],
         "peak_activations": [2, 2],
+        "weight_copies": [2, 2],
+        "messages": 4,
         "actions": [["0F0", "1F1.1", "1B1.1", "0B0"], ["0F1.1", "1F0", "1B0", "0B1.1"]],
     }
 
@@ -106,6 +114,46 @@ def test_plot_writes_a_picture(tmp_path: Path) -> None:
     assert out.read_text().count("<!-- chimera: makespan 30") == 1
 
 
+def test_plot_draws_all_reduces(tmp_path: Path) -> None:
+    out = tmp_path / "figure.svg"
+    succeed("plot", "chimera", "--stages", 4, "--sync", "eager-opt", "--sync-cost", 3, "--out", out)
+    assert "<!-- chimera: makespan 16, bubble 25.0%, all-reduces end at 20 -->" in out.read_text()
+
+
+def test_schedules_take_their_options_and_say_when_a_rank_holds_the_whole_model() -> None:
+    output = succeed("schedule", "chimera", "--stages", 4, "--pipes", 4)
+    assert "Every rank holds the whole model." in output
+    facts = json.loads(succeed("schedule", "interleaved", "--stages", 4, "--chunks", 3, "--json"))
+    assert (facts["ranks"], facts["stages"], facts["weight_copies"]) == (4, 12, [1, 1, 1, 1])
+    assert "Every rank" not in succeed("schedule", "chimera", "--stages", 4)
+
+
+def test_a_schedule_may_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert "mine, 2 stages, 2 microbatches: makespan 9" in succeed("schedule", path)
+    out = tmp_path / "figure.svg"
+    succeed("plot", path, "chimera", "--stages", 2, "--out", out)
+    assert "<!-- mine: makespan 9" in out.read_text()
+
+
+def test_compare_prints_a_line_for_each_schedule_and_a_column_for_each_ratio() -> None:
+    output = succeed("compare", "1f1b", "zb_v", "chimera_split", "--stages", 4, "--costs", "1:1:1", "--costs", "1:2:1")
+    table = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in output.splitlines()]
+    assert [cells for cells in table if cells] == [
+        ["1f1b", "1", "1 to 4", "48", "27.3%", "27.3%"],
+        ["zb_v", "1", "4", "96", "5.9%", "12.3%"],
+        ["chimera_split", "2", "4", "48", "4.0%", "8.6%"],
+    ]
+
+
+def test_compare_leaves_out_what_the_numbers_do_not_allow_unless_it_is_asked_for() -> None:
+    output = succeed("compare", "--stages", 4, "--microbatches", 4)
+    assert all(f" {name} " in output for name in SCHEDULES if not name.startswith("dualpipe"))
+    assert "dualpipe" not in output
+    assert "at least twice as many" in fail("compare", "dualpipe", "--stages", 4, "--microbatches", 4)
+
+
 def test_trace_writes_a_trace(tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     succeed("trace", "chimera", "--stages", 4, "--microbatches", 6, "--costs", "1:3", "--out", out)
@@ -121,6 +169,10 @@ def test_trace_writes_a_trace(tmp_path: Path) -> None:
         (("schedule", "chimera", "--stages", 4, "--microbatches", 0), "at least one microbatch"),
         (("schedule", "chimera", "--stages", "four"), "Invalid value for '--stages'"),
         (("schedule", "chimera"), "Missing option '--stages'"),
+        (("schedule", "chimera", "--stages", 8, "--pipes", 6), "it makes 2, 4, 8 pipes; got 6"),
+        (("schedule", "1f1b", "--stages", 8, "--pipes", 2), "has the option --pipes"),
+        (("schedule", "{folder}/none.csv"), "none.csv"),
+        (("schedule", "{folder}/file"), "no schedule '"),
         (("schedule", "chimera", "--stages", 4, "--costs", "1:x"), "'1:x' is no cost"),
         (("schedule", "chimera", "--stages", 4, "--costs", "0:0"), "'0:0' is no cost"),
         (("schedule", "chimera", "--stages", 4, "--latency", "-1"), "latency time must be"),

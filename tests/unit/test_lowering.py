@@ -25,8 +25,12 @@ from lightning_chimera.schedules import (
 )
 
 SIZES = [(1, 1), (1, 3), (2, 2), (2, 5), (4, 1), (4, 4), (4, 8), (4, 13), (8, 8), (8, 16)]
-SCHEDULES_TO_LOWER = [get_family(name).build(*size) for name in SCHEDULES for size in SIZES]
-SCHEDULES_TO_LOWER += [forward_only(stages, microbatches) for stages, microbatches in SIZES]
+SMALL = [(2, 5), (4, 4), (4, 13)]
+PAIRED = [(2, 4), (4, 8)]
+"""DualPipe needs two microbatches for each rank, and an even number of them."""
+SIZES_OF = {"chimera": SIZES, "gpipe": SIZES, "1f1b": SIZES, "dualpipe": PAIRED, "dualpipe_v": PAIRED}
+SCHEDULES_TO_LOWER = [get_family(name).build(*size) for name in SCHEDULES for size in SIZES_OF.get(name, SMALL)]
+SCHEDULES_TO_LOWER += [forward_only(Placement.down(stages), microbatches) for stages, microbatches in SIZES]
 EVERY_SCHEDULE = pytest.mark.parametrize(
     "schedule", SCHEDULES_TO_LOWER, ids=lambda s: f"{s.name}-{s.num_stages}-{s.num_microbatches}"
 )
@@ -49,11 +53,9 @@ def test_every_action_is_computed_once_in_the_order_of_the_schedule(schedule: Sc
 @EVERY_SCHEDULE
 def test_every_message_is_posted_sent_and_released_once(schedule: Schedule) -> None:
     lowered = lower(schedule)
+    owner = {action: rank for rank, row in enumerate(schedule.rows) for action in row}
     expected = Counter(
-        (producer, action)
-        for row in schedule.rows
-        for action in row
-        if (producer := action.predecessor(schedule.num_stages)) is not None
+        (producer, action) for action, producer in schedule.producers.items() if owner[action] != owner[producer]
     )
     for operation, end in ((Operation.POST, "target"), (Operation.SEND, "source"), (Operation.RELEASE, "source")):
         found = [(rank, message) for rank, row in enumerate(lowered.rows) for message in messages(row, operation)]
@@ -73,7 +75,8 @@ def test_messages_of_a_link_are_numbered_and_posted_in_the_order_of_their_sends(
         released = [
             message for message in messages(lowered.rows[source], Operation.RELEASE) if message.target == target
         ]
-        assert sent == posted == released
+        assert sent == posted
+        assert set(released) == set(sent)
         assert [message.index for message in sent] == list(range(len(sent)))
 
 
@@ -87,11 +90,17 @@ def test_a_send_directly_follows_its_compute(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5, 1000])
 @EVERY_SCHEDULE
-def test_a_receive_is_posted_so_many_computes_ahead(schedule: Schedule, lookahead: int) -> None:
+def test_a_receive_is_posted_so_many_computes_before_its_use_or_that_of_a_later_one(
+    schedule: Schedule, lookahead: int
+) -> None:
     for row in lower(schedule, lookahead=lookahead).rows:
         for message in messages(row, Operation.POST):
             post = index_of(row, Operation.POST, message)
-            compute = index_of(row, Operation.COMPUTE, message.consumer)
+            compute = min(
+                index_of(row, Operation.COMPUTE, later.consumer)
+                for later in messages(row, Operation.POST)
+                if later.source == message.source and later.index >= message.index
+            )
             computes = [index for index, step in enumerate(row[:compute]) if step.operation is Operation.COMPUTE]
             assert len([index for index in computes if index > post]) == min(lookahead, len(computes))
             # A post stands directly before its compute, with nothing but other posts between.

@@ -9,8 +9,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from lightning_chimera.schedules import SCHEDULES, chimera, gpipe, one_f_one_b
-from lightning_chimera.timeline import Costs, Timeline, simulate
+from lightning_chimera.schedules import chimera, chimera_halving, chimera_split, gpipe, interleaved, one_f_one_b, zb_v
+from lightning_chimera.timeline import Costs, SyncPolicy, Timeline, simulate, synchronize, upward_stages
 from lightning_chimera.timeline.plot import plot_timelines, save_figure
 
 
@@ -49,7 +49,7 @@ def test_kind_and_direction_have_a_colour_each() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (8, 16)])
 def test_every_cell_holds_the_number_of_its_microbatch_within_its_width(stages: int, microbatches: int) -> None:
-    timelines = [simulate(family.build(stages, microbatches)) for family in SCHEDULES.values()]
+    timelines = [simulate(build(stages, microbatches)) for build in (chimera, gpipe, one_f_one_b)]
     figure = plot_timelines(timelines)
     figure.draw_without_rendering()
     for axes, timeline in zip(figure.axes, timelines, strict=True):
@@ -95,6 +95,35 @@ def test_the_legend_names_what_is_drawn() -> None:
         "backward up",
         "bubble",
     ]
+
+
+def test_the_legend_names_the_parts_of_a_backward_and_all_reduces() -> None:
+    schedule = chimera_split(2, 2)
+    timeline = synchronize(schedule, simulate(schedule), SyncPolicy.EAGER)
+    words = [f"{kind} {way}" for way in ("down", "up") for kind in ("forward", "input gradient", "weight gradient")]
+    assert labels(plot_timelines([timeline])) == [*words, "bubble", "all-reduce"]
+
+
+def test_the_shade_of_a_cell_is_the_way_of_its_pipe() -> None:
+    assert upward_stages(simulate(chimera(8, 8, pipes=4))) == {(pipe, s) for pipe in (2, 3) for s in range(8)}
+    assert upward_stages(simulate(zb_v(4, 4))) == {(0, stage) for stage in range(4, 8)}
+    assert upward_stages(simulate(interleaved(4, 4))) == set()
+    assert upward_stages(simulate(gpipe(1, 1))) == set()
+
+
+def test_an_all_reduce_is_a_bar_on_the_row_of_each_of_its_ranks() -> None:
+    schedule = chimera(4, 4)
+    timeline = synchronize(schedule, simulate(schedule), SyncPolicy.LAZY, cost=3)
+    (axes,) = plot_timelines([timeline]).axes
+    bars = sorted((start, end, round(row)) for start, end, row, colour in cells(axes) if colour == "#2b2b2b")
+    assert bars == sorted((sync.start, sync.end, rank) for sync in timeline.syncs for rank in sync.ranks)
+    assert axes.get_title("left") == "chimera: makespan 16, bubble 25.0%, all-reduces end at 22"
+    assert axes.get_xlim() == (0, 22)
+
+
+def test_half_a_backward_is_named_by_its_half() -> None:
+    (axes,) = plot_timelines([simulate(chimera_halving(2, 2))]).axes
+    assert {text.get_text() for text in axes.texts} == {"0", "1", "0a", "0b", "1a", "1b"}
 
 
 @pytest.mark.parametrize("timelines", [[], [Timeline("x", 2, ())]])

@@ -32,7 +32,12 @@ def test_costs_are_one_and_two_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize(
     ("text", "costs"),
-    [("1:2", Costs(1, 2)), ("1:1:1", Costs(1, 2)), ("2:1.5:0", Costs(2, 1.5)), ("0.5:1e-1", Costs(0.5, 0.1))],
+    [
+        ("1:2", Costs(1, 2)),
+        ("1:1:1", Costs(1, 2, weight=1)),
+        ("2:1.5:0", Costs(2, 1.5, weight=0)),
+        ("0.5:1e-1", Costs(0.5, 0.1)),
+    ],
 )
 def test_costs_have_a_text_form(text: str, costs: Costs) -> None:
     assert Costs.parse(text) == costs
@@ -95,7 +100,31 @@ def test_latency_delays_messages_between_ranks_only() -> None:
 
 def test_two_stages_on_one_rank_have_no_latency_between_them() -> None:
     rows = (tuple(map(Action.parse, ["0F0", "1F0", "1B0", "0B0"])),)
-    assert simulate(Schedule("one rank", Placement(((0, 0),)), 1, rows), Costs(1, 2, 5)).makespan == 6
+    assert simulate(Schedule("one rank", Placement(((0, 0),)), 1, rows), Costs([1, 1], [2, 2], 5)).makespan == 6
+
+
+def test_a_time_that_is_one_number_is_shared_by_the_stages_of_a_rank() -> None:
+    rows = (tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0B0"])),)
+    timeline = simulate(Schedule("one rank", Placement(((0, 0),)), 1, rows), Costs(1, 2, weight=0.5))
+    assert [span.duration for span in timeline.spans] == [0.5, 0.5, 0.75, 0.25, 1]
+
+
+def test_the_parts_of_a_backward_take_half_of_it_each_unless_told_otherwise() -> None:
+    assert [Costs(1, 3).of(Action.parse(text)) for text in ("0F0", "0B0", "0I0", "0W0", "0B0a")] == [
+        1,
+        3,
+        1.5,
+        1.5,
+        1.5,
+    ]
+    assert [Costs(1, 3, weight=1).of(Action.parse(text)) for text in ("0I0", "0W0")] == [2, 1]
+    assert [Costs(1, [3, 4], weight=[1, 3]).of(Action.parse(text)) for text in ("1I0", "1W0")] == [1, 3]
+
+
+@pytest.mark.parametrize(("backward", "weight"), [(2, 3), ([2, 2], 3), ([4, 2], [1, 3]), (2, [1, 3])])
+def test_a_part_longer_than_the_backward_is_refused(backward: float, weight: float) -> None:
+    with pytest.raises(ValueError, match="a part of the backward time; got 3"):
+        Costs(1, backward, weight=weight)
 
 
 def test_an_invalid_schedule_is_not_simulated() -> None:
@@ -116,18 +145,23 @@ def test_an_invalid_schedule_is_not_simulated() -> None:
 def test_each_action_starts_as_soon_as_its_rank_and_its_input_allow(
     name: str, half: int, num_microbatches: int, forward: int, backward: int, latency: int
 ) -> None:
+    # DualPipe takes an even number of microbatches, two for each rank or more.
+    num_microbatches = 4 * half + 2 * num_microbatches if name.startswith("dualpipe") else num_microbatches
     schedule = get_family(name).build(2 * half, num_microbatches)
-    timeline = simulate(schedule, Costs(forward, backward, latency))
+    costs = Costs([forward] * schedule.num_stages, [backward] * schedule.num_stages, latency)
+    timeline = simulate(schedule, costs)
     spans = {span.action: span for span in timeline.spans}
     assert len(spans) == len(timeline.spans) == sum(map(len, schedule.rows))
     for rank, row in enumerate(schedule.rows):
         assert [span.action for span in timeline.of_rank(rank)] == list(row)
         free = 0.0
         for action in row:
-            producer = action.predecessor(schedule.num_stages)
-            arrival = 0.0 if producer is None else spans[producer].end + latency
+            producer = schedule.producers.get(action)
+            arrival = 0.0
+            if producer is not None:
+                arrival = spans[producer].end + (latency if spans[producer].rank != rank else 0)
             assert spans[action].start == max(free, arrival)
-            assert spans[action].duration == (forward if action.kind == "F" else backward)
+            assert spans[action].duration == costs.of(action)
             free = spans[action].end
     assert timeline.peak_activations == schedule.peak_activations
 
@@ -191,7 +225,7 @@ def test_every_action_is_seen_in_the_columns(half: int, num_microbatches: int, f
 
 
 def test_a_timeline_is_drawn_with_cells_of_one_width() -> None:
-    assert render_timeline(simulate(forward_only(2, 11), Costs(1))).splitlines() == [
+    assert render_timeline(simulate(forward_only(Placement.down(2), 11), Costs(1))).splitlines() == [
         "rank 0  F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10 .",
         "rank 1  .   F0  F1  F2  F3  F4  F5  F6  F7  F8  F9  F10",
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_chimera.schedules import Action, chimera, forward_only, gpipe
+from lightning_chimera.schedules import Action, Placement, chimera, forward_only, gpipe
 from lightning_chimera.timeline import Costs, Span, Timeline, chrome_trace, simulate, write_trace
 
 
@@ -57,7 +57,7 @@ def test_each_message_is_an_arrow_from_its_producer_to_its_consumer() -> None:
         (str(producer), str(action))
         for row in schedule.rows
         for action in row
-        if (producer := action.predecessor(4)) is not None
+        if (producer := schedule.producers.get(action)) is not None
     )
 
 
@@ -83,7 +83,7 @@ def test_several_timelines_stand_side_by_side() -> None:
 
 
 def test_a_timeline_without_messages_has_no_arrows() -> None:
-    assert of(chrome_trace(simulate(forward_only(1, 3))), "s", "f") == []
+    assert of(chrome_trace(simulate(forward_only(Placement.down(1), 3))), "s", "f") == []
 
 
 def test_a_part_of_a_timeline_can_be_traced() -> None:
