@@ -75,11 +75,18 @@ class PipelineTrace(Callback):
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
-    """Mean durations of each stage's forward and backward, for the simulator."""
+    """Mean durations of each stage's forward and backward, and of its weight-gradient part, for the simulator."""
     durations: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in timeline.spans:
-        durations[span.action.kind, span.action.stage].append(span.duration)
-    forward, backward = (
-        [mean(durations[kind, stage]) for stage in range(num_stages)] for kind in (Kind.FORWARD, Kind.BACKWARD)
-    )
-    return Costs(forward=forward, backward=backward)
+        action = span.action
+        durations[action.kind, action.stage].append(span.duration * (2 if action.half else 1))
+
+    def times(kind: Kind) -> list[float]:
+        return [mean(durations.get((kind, stage), [0.0])) for stage in range(num_stages)]
+
+    backward, inputs, weights = (times(kind) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT))
+    if not any(weights):
+        return Costs(times(Kind.FORWARD), backward)
+    # A schedule may run some backwards whole and others in parts.
+    wholes = [i + w if w else b for b, i, w in zip(backward, inputs, weights, strict=True)]
+    return Costs(times(Kind.FORWARD), wholes, weight=weights)

@@ -62,6 +62,39 @@ def check_cuts_type(cuts: Any) -> None:
         raise ValueError(f"cuts={cuts!r}: give a list of whole numbers, the first block of each stage but the first.")
 
 
+def check_recompute(recompute: Any) -> None:
+    """Refuses what says neither what is recomputed nor nothing.
+
+    Raises:
+        ValueError: It does.
+    """
+    is_list = isinstance(recompute, Sequence) and not isinstance(recompute, str)
+    if recompute in (None, "blocks", "stages") or (is_list and all(type(stage) is int for stage in recompute)):
+        return
+    raise ValueError(
+        f"recompute={recompute!r}: give 'blocks' to keep the inputs of blocks only, 'stages' to keep those of stages"
+        " only, or a list of the stages of which only the input is kept."
+    )
+
+
+def recomputed_stages(recompute: str | Sequence[int] | None, num_stages: int) -> frozenset[int]:
+    """The stages of which only the input is kept.
+
+    Raises:
+        ValueError: One of them does not exist.
+    """
+    if recompute is None or recompute == "blocks":
+        return frozenset()
+    if isinstance(recompute, str):
+        return frozenset(range(num_stages))
+    outside = [stage for stage in recompute if not 0 <= stage < num_stages]
+    if outside:
+        raise ValueError(
+            f"recompute={list(recompute)}: there is no stage {outside[0]}, they are 0 to {num_stages - 1}."
+        )
+    return frozenset(recompute)
+
+
 def check_timeout(timeout: Any) -> timedelta:
     """A bound on waiting, as a duration.
 
@@ -97,7 +130,6 @@ def check_built(schedule: Any, num_stages: int, num_microbatches: int) -> Schedu
         raise ValueError(f"The schedule's builder returned {type(schedule).__name__}; it must return a Schedule.")
     for noun, wanted, own in (
         ("ranks", num_stages, schedule.num_ranks),
-        ("stages", num_stages, schedule.num_stages),
         ("microbatches", num_microbatches, schedule.num_microbatches),
     ):
         if wanted != own:
@@ -107,6 +139,12 @@ def check_built(schedule: Any, num_stages: int, num_microbatches: int) -> Schedu
             )
     if schedule.forward_only:
         raise ValueError(f"The schedule {schedule.name!r} has no backward, so nothing would be trained by it.")
+    last = schedule.placement.rank_of(schedule.num_stages - 1)
+    if last not in (0, schedule.num_ranks - 1):
+        raise ValueError(
+            f"The schedule {schedule.name!r} has the last stage of its first pipe on rank {last}; it must be on the"
+            " first or on the last rank, where people look for what it logs. Number the ranks accordingly."
+        )
     validate(schedule)
     return schedule
 

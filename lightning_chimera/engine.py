@@ -5,7 +5,7 @@ The strategy tells it what Lightning wants; everything below knows neither Light
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,8 +21,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_chimera import checkpoint
-from lightning_chimera.checks import check_built, check_groups
+from lightning_chimera.checks import check_built, check_groups, recomputed_stages
 from lightning_chimera.notes import Addition, Notes, growing
+from lightning_chimera.partition.deferral import Splitter
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
 from lightning_chimera.reporting import (
@@ -48,7 +49,7 @@ from lightning_chimera.runtime.gradients import (
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
 from lightning_chimera.runtime.packing import Broadcast
-from lightning_chimera.runtime.pipeline import Call, Pipeline, TrainingCall
+from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, TrainingCall
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.runtime.weights import LossWeights
 from lightning_chimera.schedules import Builder, Schedule
@@ -63,16 +64,21 @@ class Layout:
         topology: Where this rank is.
         build: Makes the schedules.
         num_microbatches: Microbatches of a batch with enough rows.
+        build_short: Makes the schedules for fewer microbatches, where it is not ``build``.
+        recompute: What runs once more in the backward instead of being kept, as the strategy takes it.
     """
 
     topology: Topology
     build: Builder
     num_microbatches: int
+    build_short: Builder | None = None
+    recompute: str | Sequence[int] | None = None
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The training schedule, checked."""
         sizes = self.topology.num_positions, num_microbatches or self.num_microbatches
-        return check_built(self.build(*sizes), *sizes)
+        build = self.build if sizes[1] == self.num_microbatches or self.build_short is None else self.build_short
+        return check_built(build(*sizes), *sizes)
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,7 @@ class Engine:
         topology, placement = layout.topology, layout.schedule().placement
         self.module = module
         self.layout = layout
+        self._num_parts = layout.num_microbatches * (2 if layout.schedule().halved_backward else 1)
         self.topology = topology
         self._own: Callable[[nn.Module], Ownership] = lambda module: Ownership(
             module, runner, lambda stages: topology.holders(placement, stages), topology.global_rank
@@ -176,6 +183,9 @@ class Engine:
             links,
             topology.position,
             layout.schedule,
+            layout.schedule(),
+            {stage: Splitter(runner.modules_of(stage, module)) for stage in placement.stages_of(topology.position)},
+            Recompute(recomputed_stages(layout.recompute, runner.num_stages), blocks=layout.recompute == "blocks"),
             (self.seed, topology.replica),
         )
         self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
@@ -258,8 +268,8 @@ class Engine:
         """Splits a batch, as the module says if it does."""
         hook = getattr(self.module, "microbatch_split", None)
         if hook is None:
-            return split(data, self.layout.num_microbatches)
-        return [Microbatch(part, count_rows(part) or 1) for part in hook(data, self.layout.num_microbatches)]
+            return split(data, self._num_parts)
+        return [Microbatch(part, count_rows(part) or 1) for part in hook(data, self._num_parts)]
 
     def _join(self, parts: list[_Part], rows: int) -> dict[str, Any]:
         """Puts together what all microbatches of all replicas gave, on every rank alike."""

@@ -1,6 +1,6 @@
 """What a run will do, said once before it starts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.table import Table
@@ -13,7 +13,13 @@ from lightning_chimera.schedules import Schedule
 from lightning_chimera.timeline import Costs, simulate
 
 
-def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, schedule: Schedule) -> Table:
+def plan_table(
+    module: nn.Module,
+    runner: StageRunner,
+    topology: Topology,
+    schedule: Schedule,
+    recomputed: Collection[int] = (),
+) -> Table:
     """A table of the ranks of a pipeline group and what is on them.
 
     Args:
@@ -21,14 +27,15 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
         runner: Its stages.
         topology: Where the positions are.
         schedule: The training schedule.
+        recomputed: The stages whose forward runs once more in the backward.
     """
     costs = _stage_costs(module, runner)
     pipes = "1 pipe" if schedule.num_pipes == 1 else f"{schedule.num_pipes} pipes"
-    bubble = simulate(schedule, relative_costs(costs)).bubble
+    bubble = simulate(schedule, relative_costs(costs, recomputed)).bubble
     table = Table(
         title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
         f" {topology.num_replicas} x {topology.num_positions} ranks",
-        caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}",
+        caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}{_warning(schedule)}",
         box=box.SIMPLE_HEAD,
         padding=(0, 2, 0, 0),
         pad_edge=False,
@@ -37,7 +44,7 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
     )
     for heading in ("global rank", "position", "stages", "params", "cost", "in flight"):
         table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=True)
-    for position in reversed(range(topology.num_positions)):
+    for position in sorted(range(topology.num_positions), key=topology.at):
         stages = schedule.placement.stages_of(position)
         ranks = [topology.at(position, replica) for replica in range(topology.num_replicas)]
         table.add_row(
@@ -51,10 +58,22 @@ def plan_table(module: nn.Module, runner: StageRunner, topology: Topology, sched
     return table
 
 
-def relative_costs(costs: Sequence[int]) -> Costs:
-    """Costs for the simulator, in units of the mean stage's forward; a backward costs two forwards."""
+def relative_costs(costs: Sequence[int], recomputed: Collection[int] = ()) -> Costs:
+    """Costs for the simulator, in units of the mean stage's forward.
+
+    A backward costs two forwards, one for the gradient of the input and one for those of the weights, and another where
+    the forward runs once more.
+    """
     mean = sum(costs) / len(costs)
-    return Costs(forward=[cost / mean for cost in costs], backward=[2 * cost / mean for cost in costs])
+    forward = [cost / mean for cost in costs]
+    backward = [(3 if stage in recomputed else 2) * cost for stage, cost in enumerate(forward)]
+    return Costs(forward, backward, weight=forward)
+
+
+def _warning(schedule: Schedule) -> str:
+    """What people should know before they wonder about their memory."""
+    held = [len(schedule.placement.stages_of(rank)) for rank in range(schedule.num_ranks)]
+    return "\nevery rank holds the whole model" if schedule.num_ranks > 1 and min(held) == schedule.num_stages else ""
 
 
 def _stage_costs(module: nn.Module, runner: StageRunner) -> list[int]:

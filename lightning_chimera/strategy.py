@@ -1,6 +1,7 @@
 """ChimeraStrategy: Lightning's hooks; the work is done by the engine and the rooms below it."""
 
 import atexit
+import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -42,10 +43,12 @@ from lightning_chimera.checks import (
     check_metrics,
     check_module,
     check_optimizers,
+    check_recompute,
     check_sizes,
     check_timeout,
     check_trainer,
     one_optimizer,
+    recomputed_stages,
 )
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Batch, Engine, Layout
@@ -77,10 +80,15 @@ class ChimeraStrategy(ParallelStrategy):
     """Trains an unchanged LightningModule around a HuggingFace model as a pipeline.
 
     Args:
-        schedule: A name (``chimera``, ``gpipe``, ``1f1b``), a function of (stages, microbatches), or a Schedule.
-        num_stages: Stages of the pipeline, one position each; all processes by default. With more processes than stages
-            the group is replicated.
+        schedule: A name (``chimera``, ``1f1b``, ``zb_v``, ... as in ``lightning_chimera.schedules.SCHEDULES``), the
+            path of a .csv or .txt file, a function of (ranks, microbatches), or a Schedule.
+        num_stages: Ranks of a pipeline group, each of which runs one stage of a pipe unless the schedule gives it
+            several; all processes by default. With more processes the group is replicated.
         num_microbatches: Parts of a batch; by default one per stage for Chimera and two per stage else.
+        recompute: What runs once more in the backward instead of being kept: ``"blocks"`` keeps the inputs of blocks,
+            ``"stages"`` those of stages, a list those of some stages.
+        pipes: Pipes of the schedules that have several.
+        chunks: Stages of a rank, for the schedules that give it several.
         cuts: First block of each stage but the first; balanced by estimated cost by default.
         timeout: Bound in seconds on every wait for another rank.
         start_method: How the processes of a node are started if nobody else does.
@@ -98,9 +106,12 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        schedule: str | Builder | Schedule = "chimera",
+        schedule: str | os.PathLike[str] | Builder | Schedule = "chimera",
         num_stages: int | None = None,
         num_microbatches: int | None = None,
+        recompute: Literal["blocks", "stages"] | Sequence[int] | None = None,
+        pipes: int | None = None,
+        chunks: int | None = None,
         cuts: Sequence[int] | None = None,
         timeout: float | timedelta = 300.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -119,12 +130,14 @@ class ChimeraStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches)
+        check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, pipes=pipes, chunks=chunks)
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         check_cuts_type(cuts)
         check_backend(process_group_backend)
         self._timeout = check_timeout(timeout)
-        self._selection = select(schedule)
+        check_recompute(recompute)
+        self._recompute = recompute
+        self._selection = select(schedule, pipes=pipes, chunks=chunks)
         fixed = self._selection.fixed
         if fixed is not None:
             check_fixed_schedule(fixed, num_stages, num_microbatches)
@@ -136,6 +149,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._print_plan = print_plan
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
+        self._ascending: dict[int, bool] = {}
         self._deals: bool | None = None
         self._engine: Engine | None = None
         self._decisions: Decisions | None = None
@@ -197,14 +211,31 @@ class ChimeraStrategy(ParallelStrategy):
                 f"The schedule {fixed.name!r} is for {fixed.num_ranks} ranks, and this run has {world} processes"
                 f" (devices x num_nodes). Use a multiple of {fixed.num_ranks}, or a schedule by name."
             )
-        return Topology.of_world(world, self._num_stages or world, self.global_rank)
+        num_positions = self._num_stages or world
+        return Topology.of_world(world, num_positions, self.global_rank, ascending=self._ascends(num_positions))
+
+    def _ascends(self, num_positions: int) -> bool:
+        """Whether positions run with the global ranks, so that the last stage is on the first rank."""
+        if num_positions not in self._ascending:
+            schedule = self._selection.build(num_positions, self._num_microbatches_of(num_positions))
+            ends = schedule.placement.rank_of(schedule.num_stages - 1) if isinstance(schedule, Schedule) else None
+            self._ascending[num_positions] = num_positions > 1 and ends == 0
+        return self._ascending[num_positions]
+
+    def _num_microbatches_of(self, num_positions: int) -> int:
+        return self._num_microbatches or self._selection.microbatches_per_stage * num_positions
 
     @property
     def layout(self) -> Layout:
         """How the run is laid out."""
         topology = self.topology
-        default = self._selection.microbatches_per_stage * topology.num_positions
-        return Layout(topology, self._selection.build, self._num_microbatches or default)
+        return Layout(
+            topology,
+            self._selection.build,
+            self._num_microbatches_of(topology.num_positions),
+            self._selection.short,
+            self._recompute,
+        )
 
     @property
     def engine(self) -> Engine:
@@ -299,17 +330,20 @@ class ChimeraStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _choose_cuts(self, module: nn.Module, anatomy: Anatomy) -> tuple[int, ...]:
-        stages = self.topology.num_positions
+        schedule = self.layout.schedule()
+        stages = schedule.num_stages
         if self._cuts is not None:
             return check_cuts(self._cuts, anatomy.num_blocks, stages)
-        return balance(layer_costs(module, anatomy), stages, paired=self.layout.schedule().num_pipes > 1)
+        return balance(layer_costs(module, anatomy), stages, paired=schedule.placement.is_paired)
 
     def _cut(self, module: LightningModule) -> None:
         """Keeps this rank's stages of a whole module."""
         anatomy = find_anatomy(module)
         runner = StageRunner(anatomy, self._choose_cuts(module, anatomy))
         if self._print_plan and self.is_global_zero:
-            Console().print(plan_table(module, runner, self.topology, self.layout.schedule()))
+            schedule, stages = self.layout.schedule(), runner.num_stages
+            recomputed = range(stages) if self._recompute == "blocks" else recomputed_stages(self._recompute, stages)
+            Console().print(plan_table(module, runner, self.topology, schedule, recomputed))
             self._print_plan = False
         self._engine = Engine(module, runner, self.layout, self._groups, self.root_device, self._timeout)
 
@@ -526,8 +560,8 @@ class ChimeraStrategy(ParallelStrategy):
         return self.engine.timeline()
 
     @property
-    def peak_activations(self) -> int:
-        """Most stage activations that this rank held at one time in the last training step."""
+    def peak_activations(self) -> float:
+        """Most activations that this rank held at one time in the last training step, as a schedule counts them."""
         return self.engine.pipeline.peak_activations
 
     @property

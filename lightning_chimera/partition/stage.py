@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_chimera.partition.anatomy import Anatomy
 from lightning_chimera.partition.heads import Scales, weigh_terms
@@ -22,11 +23,11 @@ from lightning_chimera.partition.heads import Scales, weigh_terms
 Receive = Callable[[torch.Size, torch.dtype], Tensor | None]
 """Gives the activation that enters a stage, of the shape and type it is told; ``None`` on the first stage."""
 
-Part = Callable[[dict[str, Any], Tensor | None], Tensor]
+Part = Callable[[int, dict[str, Any], Tensor | None], Tensor]
 """Runs a stage on the model's arguments for some rows, and the activation that enters; gives the one that leaves."""
 
 Through = Callable[[dict[str, Any], int, torch.Size, Part], Tensor | None]
-"""Brings all rows through a stage in parts; see :meth:`StageRunner.run_whole`."""
+"""Brings all rows through this rank's stages in parts; see :meth:`StageRunner.run_whole`."""
 
 Reseed = Callable[[int], None]
 """Called with a layer's number just before that layer runs, so that its random draws depend on nothing else."""
@@ -123,10 +124,11 @@ class _Block:
     the checkpoint function.
     """
 
-    def __init__(self, block: Callable[..., Any], layer: int, reseed: Reseed) -> None:
+    def __init__(self, block: Callable[..., Any], layer: int, reseed: Reseed, *, recompute: bool = False) -> None:
         self.block = block
         self.layer = layer
         self.reseed = reseed
+        self.recompute = recompute
         self.entered: Tensor | None = None
         self.after: Callable[[Any], None] | None = None
 
@@ -136,11 +138,18 @@ class _Block:
                 args = (self.entered, *args[1:])
             else:
                 kwargs["hidden_states"] = self.entered
-        self.reseed(self.layer)
-        output = self.block(*args, **kwargs)
+        if self.recompute and torch.is_grad_enabled():
+            # The seeds give the recomputed block the same masks, so no state of a generator needs to be kept.
+            output = checkpoint(self._seeded, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        else:
+            output = self._seeded(*args, **kwargs)
         if self.after is not None:
             self.after(output)
         return output
+
+    def _seeded(self, *args: Any, **kwargs: Any) -> Any:
+        self.reseed(self.layer)
+        return self.block(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
@@ -175,6 +184,16 @@ class StageRunner:
         edges = (0, *self.cuts, self.anatomy.num_blocks)
         return range(edges[stage], edges[stage + 1])
 
+    def modules_of(self, stage: int, module: nn.Module) -> list[nn.Module]:
+        """What a stage runs of a module: its blocks, and on the first and the last what is around the blocks."""
+        own: list[nn.Module] = [self._blocks[index] for index in self.blocks_of(stage)]
+        if 0 < stage < self.num_stages - 1:
+            return own
+        inside = {part for block in self._blocks for part in block.modules()}
+        # Leaves only: a module that holds the blocks would bring them along.
+        around = [part for part in module.modules() if part not in inside and not list(part.children())]
+        return [*own, *around]
+
     def stage_of(self, layer: int) -> int:
         """The stage of a layer."""
         block = min(max(layer - 1, 0), self.anatomy.num_blocks - 1)
@@ -188,6 +207,7 @@ class StageRunner:
         receive: Receive,
         reseed: Reseed,
         scales: Scales | None = None,
+        recompute: bool = False,
     ) -> Passage:
         """Calls the user's step on one microbatch, as one stage sees it.
 
@@ -198,6 +218,7 @@ class StageRunner:
                 enters, on all stages but the first.
             reseed: Called before each layer.
             scales: What each term of a head with several counts for, relative to the rows; ``None`` to leave its loss.
+            recompute: Whether each block keeps its input only, and runs once more in the backward.
 
         Raises:
             RuntimeError: The step did not call the model, or called it more than once.
@@ -206,33 +227,33 @@ class StageRunner:
 
         def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             passage.entered = receive(self._boundary_shape(given), self.anatomy.dtype)
-            places = self._places(stage, passage.entered, reseed, leaves=stage < self.num_stages - 1)
+            leaves = stage < self.num_stages - 1
+            places = self._places(stage, passage.entered, reseed, leaves=leaves, recompute=recompute)
             reseed(0)
             return self._forward(forward, given, passage.entered, places)
 
-        return self._call(stage, call, passage, walk, scales, splits=True)
+        return self._call(call, passage, walk, scales, leaves=stage < self.num_stages - 1, splits=True)
 
-    def run_whole(self, stage: int, call: Callable[[], Any], *, through: Through, reseed: Reseed) -> Passage:
+    def run_whole(self, call: Callable[[], Any], *, is_last: bool, through: Through, reseed: Reseed) -> Passage:
         """Calls the user's step once on a whole batch; the rows that it gives to the model go through in parts.
 
         Args:
-            stage: The stage.
             call: The user's step with its arguments bound.
+            is_last: Whether this rank runs the last stage, behind which the step goes on.
             through: Takes the model's arguments, the number of their rows, the shape of the hidden states, and a
-                function that runs this stage on some of the rows; gives the hidden states of all on the last stage.
+                function that runs a stage on some of the rows; gives the hidden states of all on the last stage.
             reseed: Called before each layer.
 
         Raises:
             RuntimeError: As ``run``.
         """
         passage = Passage()
-        is_last = stage == self.num_stages - 1
 
         def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             if self.num_stages == 1:
-                return self._forward(forward, given, None, self._places(stage, None, reseed, leaves=False))
+                return self._forward(forward, given, None, self._places(0, None, reseed, leaves=False))
 
-            def part(rows: dict[str, Any], entered: Tensor | None) -> Tensor:
+            def part(stage: int, rows: dict[str, Any], entered: Tensor | None) -> Tensor:
                 places = self._places(stage, entered, reseed, leaves=True)
                 try:
                     self._forward(forward, rows, entered, places)
@@ -249,16 +270,16 @@ class StageRunner:
             reseed(self.anatomy.num_layers - 1)
             return self._forward(forward, given, hidden, [*self._transparent[:-1], last])
 
-        return self._call(stage, call, passage, walk, None, splits=False)
+        return self._call(call, passage, walk, None, leaves=not is_last, splits=False)
 
     def _call(
         self,
-        stage: int,
         call: Callable[[], Any],
         passage: Passage,
         walk: Callable[[Callable[..., Any], dict[str, Any]], Any],
         scales: Scales | None,
         *,
+        leaves: bool,
         splits: bool,
     ) -> Passage:
         """Calls the user's step with ``walk`` in the place of the base model's forward."""
@@ -278,9 +299,9 @@ class StageRunner:
                 f"The step returned without calling the {type(base).__name__} {self.anatomy.base_name!r}. A pipelined"
                 " step calls the model exactly once."
             )
-        if stage < self.num_stages - 1:
+        if leaves:
             raise RuntimeError(
-                f"The step went on after stage {stage} had left the model. Something around the model call caught the"
+                "The step went on after a stage had left the model. Something around the model call caught the"
                 " exception that leaves a stage: a bare `except:`, `except BaseException`, or `return` in `finally`."
             )
         return passage
@@ -349,14 +370,16 @@ class StageRunner:
 
         return watch
 
-    def _places(self, stage: int, entered: Tensor | None, reseed: Reseed, *, leaves: bool) -> list[Any]:
+    def _places(
+        self, stage: int, entered: Tensor | None, reseed: Reseed, *, leaves: bool, recompute: bool = False
+    ) -> list[Any]:
         """The list of blocks as a stage sees it.
 
         Every block has its place, since some models look up masks by a block's number; those of other stages are
         transparent.
         """
         own = self.blocks_of(stage)
-        placed = [_Block(self._blocks[index], 1 + index, reseed) for index in own]
+        placed = [_Block(self._blocks[index], 1 + index, reseed, recompute=recompute) for index in own]
         placed[0].entered = entered
         placed[-1].after = self._leave if leaves else lambda _output: reseed(self.anatomy.num_layers - 1)
         return [*self._transparent[: own.start], *placed, *self._transparent[own.stop :]]

@@ -1,13 +1,13 @@
 """Runs one rank's row of a lowered schedule: one interpreter for every schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
 
 from lightning_chimera.runtime.links import Boundary, Links
-from lightning_chimera.schedules import Action, Instruction, Kind, Message, Operation
+from lightning_chimera.schedules import Action, Lowered, Message, Operation
 from lightning_chimera.timeline import Span
 
 Incoming = Callable[[Boundary], Tensor]
@@ -17,14 +17,14 @@ Incoming = Callable[[Boundary], Tensor]
 class Work(Protocol):
     """What the actions of a row do; the executor knows only their order and their messages."""
 
-    def boundary(self, microbatch: int) -> Boundary | None:
-        """Shape and type of a microbatch's boundary tensors, where they are known yet."""
+    def boundary(self, action: Action) -> Boundary | None:
+        """Shape and type of what enters or leaves an action, where they are known yet."""
 
-    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs a forward; returns the activation for the next stage, if there is one."""
+    def demand(self, action: Action) -> Boundary:
+        """The same, found out now where they are not."""
 
-    def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs a backward; returns the gradient for the previous stage, if there is one."""
+    def run(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs an action; returns what a neighbour stage takes from it, if one does."""
 
 
 class Executor:
@@ -41,46 +41,59 @@ class Executor:
         self.spans: list[Span] = []
         """When each action of the last row ran, in seconds of ``perf_counter``; waiting for its input not included."""
 
-    def run(self, row: Sequence[Instruction], work: Work) -> None:
-        """Runs a row to its end.
+    def run(self, lowered: Lowered, work: Work) -> None:
+        """Runs this rank's row to its end.
 
         Args:
-            row: The instructions.
+            lowered: The schedule with its messages.
             work: What to do at each action.
         """
         self._links.begin()
         self.spans = []
-        inputs = {
-            instruction.subject.consumer: instruction.subject
-            for instruction in row
-            if isinstance(instruction.subject, Message) and instruction.operation is Operation.POST
+        row, producers = lowered.rows[self._position], lowered.schedule.producers
+        received = {
+            subject.consumer: subject
+            for operation, subject in row
+            if isinstance(subject, Message) and operation is Operation.POST
         }
         outputs: dict[Action, Tensor] = {}
+        """What has left an action and was not taken yet, by a message or by the next stage on this rank."""
         for operation, subject in row:
             if isinstance(subject, Action):
-                output = self._compute(subject, inputs.get(subject), work)
+                message = received.get(subject)
+                if message is not None:
+                    self._links.catch_up(message, lambda earlier: work.demand(earlier.consumer))
+                output = self._compute(subject, message, lambda action: outputs.pop(producers[action]), work)
                 if output is not None:
                     outputs[subject] = output
             elif operation is Operation.POST:
-                self._links.post(subject, work.boundary(subject.consumer.microbatch))
+                self._links.post(subject, work.boundary(subject.consumer))
             elif operation is Operation.SEND:
-                boundary = work.boundary(subject.producer.microbatch)
+                boundary = work.boundary(subject.producer)
                 assert boundary is not None
                 self._links.send(subject, outputs.pop(subject.producer), boundary)
             else:
                 self._links.release(subject)
 
-    def _compute(self, action: Action, message: Message | None, work: Work) -> Tensor | None:
-        """Runs one action and notes when it ran."""
+    def _compute(
+        self, action: Action, message: Message | None, handed: Callable[[Action], Tensor], work: Work
+    ) -> Tensor | None:
+        """Runs one action and notes when it ran.
+
+        Args:
+            action: The action.
+            message: What brings its input, if another rank has it.
+            handed: Gives its input, where it was made on this rank.
+            work: What to do.
+        """
         start = perf_counter()
 
         def incoming(boundary: Boundary) -> Tensor:
             nonlocal start
-            assert message is not None
-            tensor = self._links.receive(message, boundary)
+            tensor = handed(action).detach() if message is None else self._links.receive(message, boundary)
             start = perf_counter()
             return tensor
 
-        output = {Kind.FORWARD: work.forward, Kind.BACKWARD: work.backward}[action.kind](action, incoming)
+        output = work.run(action, incoming)
         self.spans.append(Span(self._position, action, start, perf_counter()))
         return output

@@ -5,7 +5,8 @@ the order that NCCL needs; where the backend has tags (gloo) each message has it
 when its buffer is given back, a receive when its tensor is used.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Links:
         self._topology = topology
         self._groups = groups
         self._device = device
-        self._next_post: dict[int, int] = {}
+        self._waiting: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._posted: dict[Message, tuple[Work, Tensor]] = {}
         self._sent: dict[Message, tuple[Work, Tensor]] = {}
 
@@ -56,31 +57,37 @@ class Links:
                 dist.recv(token, self._topology.at(source), group=group)
 
     def post(self, message: Message, boundary: Boundary | None) -> None:
-        """Starts a receive, if the shape is known and all earlier messages of the link have been posted.
+        """Starts a receive, if its shape is known and all earlier messages of its link have been posted.
 
-        Otherwise the message is posted when it is received; that keeps the order, since a link's messages are consumed
-        in the order in which they are produced.
+        Otherwise it waits for its turn: a link's receives are posted in the order of its sends.
         """
-        if boundary is not None and message.index == self._next_post.get(message.source, 0):
-            buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
-            work = dist.irecv(
-                buffer,
-                src=self._topology.at(message.source),
-                group=self._groups[message.source, message.target],
-                tag=message.index,
-            )
-            assert work is not None
-            self._posted[message] = (work, buffer)
-            self._next_post[message.source] = message.index + 1
+        waiting = self._waiting[message.source]
+        if boundary is None or waiting:
+            waiting.append(message)
+        else:
+            self._receive_into_buffer(message, boundary)
+
+    def catch_up(self, message: Message, demand: Callable[[Message], Boundary]) -> None:
+        """Posts what waits in front of a message that is needed now.
+
+        Args:
+            message: The message.
+            demand: Finds out the shape and type of an earlier one.
+        """
+        waiting = self._waiting[message.source]
+        while waiting and waiting[0].index < message.index:
+            earlier = waiting.popleft()
+            self._receive_into_buffer(earlier, demand(earlier))
 
     def receive(self, message: Message, boundary: Boundary) -> Tensor:
-        """Waits for a message.
+        """Waits for a message; nothing waits in front of it (see :meth:`catch_up`).
 
         Raises:
             RuntimeError: A receive was posted for another shape than is expected now.
         """
         if message not in self._posted:
-            self.post(message, boundary)
+            assert self._waiting[message.source].popleft() == message
+            self._receive_into_buffer(message, boundary)
         work, buffer = self._posted.pop(message)
         if (buffer.shape, buffer.dtype) != (boundary.shape, boundary.dtype):
             raise RuntimeError(
@@ -90,6 +97,17 @@ class Links:
             )
         work.wait()
         return buffer
+
+    def _receive_into_buffer(self, message: Message, boundary: Boundary) -> None:
+        buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
+        work = dist.irecv(
+            buffer,
+            src=self._topology.at(message.source),
+            group=self._groups[message.source, message.target],
+            tag=message.index,
+        )
+        assert work is not None
+        self._posted[message] = (work, buffer)
 
     def send(self, message: Message, tensor: Tensor, boundary: Boundary) -> None:
         """Starts a send and keeps the tensor until it is released.
@@ -120,4 +138,4 @@ class Links:
 
     def begin(self) -> None:
         """Starts the queues of a new step."""
-        self._next_post.clear()
+        self._waiting.clear()

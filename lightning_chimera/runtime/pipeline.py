@@ -1,21 +1,37 @@
 """One pipeline group at work: trains and evaluates batches by a schedule."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_chimera.partition.deferral import Splitter, WeightGradients
 from lightning_chimera.partition.heads import Scales
-from lightning_chimera.partition.stage import HeadCall, Part, StageRunner
+from lightning_chimera.partition.stage import HeadCall, Part, Passage, StageExit, StageRunner
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
 from lightning_chimera.runtime.randomness import keyed, mix, reseed
-from lightning_chimera.schedules import Action, Lowered, Schedule, forward_only, lower
+from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
 from lightning_chimera.timeline import Span
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What runs once more in the backward instead of being kept.
+
+    Attributes:
+        stages: The stages of which only the input is kept. The last one, in which the user's step goes on behind the
+            model, keeps the inputs of its blocks.
+        blocks: Whether all others keep the inputs of their blocks.
+    """
+
+    stages: frozenset[int] = frozenset()
+    blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,31 +73,57 @@ class Pipeline:
         links: Sends and receives.
         position: This rank's place in the schedules.
         build: Makes the training schedule for a number of microbatches.
+        usual: The training schedule of a batch with enough rows; all others place the stages alike.
+        splitters: Split the backward of each stage on this rank, where a schedule does.
+        recompute: What is recomputed.
         seed: What all random draws depend on.
     """
 
     def __init__(
-        self, runner: StageRunner, links: Links, position: int, build: Callable[[int], Schedule], seed: tuple[int, ...]
+        self,
+        runner: StageRunner,
+        links: Links,
+        position: int,
+        build: Callable[[int], Schedule],
+        usual: Schedule,
+        splitters: Mapping[int, Splitter],
+        recompute: Recompute,
+        seed: tuple[int, ...],
     ) -> None:
         self._runner = runner
         self._build = build
         self._position = position
+        self._placement = usual.placement
+        self._splitters = splitters
+        self._recompute = recompute
         self._executor = Executor(links, position)
         self._seed = seed
         self._boundaries: dict[tuple[Any, ...], Boundary] = {}
-        self._training: dict[int, Lowered] = {}
+        self._halves = usual.halved_backward
+        self._training: dict[tuple[int, bool], Lowered] = {}
         self._evaluation: dict[int, Lowered] = {}
         self.spans: list[Span] = []
         """When the actions of the last training step ran."""
-        self.peak_activations = 0
-        """Most stage activations held at one time in the last training step."""
+        self.peak_activations = 0.0
+        """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
 
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall) -> None:
-        """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters."""
-        work = _Training(self._runner, self._boundaries, microbatches, self._seed, call)
-        self._executor.run(self._lowered(len(microbatches)).rows[self._position], work)
+        """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters.
+
+        Args:
+            microbatches: The microbatches, or their halves where the schedule runs backwards in halves.
+            call: The user's step.
+        """
+        # Parts that do not pair up, of a batch with few rows, run as microbatches with whole backwards.
+        parts = 2 if self._halves and len(microbatches) % 2 == 0 else 1
+        lowered = self._lowered(len(microbatches) // parts, halves=parts == 2)
+        splitters = self._splitters if lowered.schedule.split_backward else {}
+        work = _Training(
+            self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call
+        )
+        self._executor.run(lowered, work)
         self.spans = self._executor.spans
-        self.peak_activations = work.peak
+        self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:
         """Runs the user's step once on the whole batch; the rows that it gives to the model go through in parts.
@@ -89,86 +131,112 @@ class Pipeline:
         Returns:
             The step's result on the rank of the last stage, ``None`` elsewhere.
         """
-        stage = self._position  # one down pipe has stage s on position s
         key = (*self._seed, *call.key)
+        last = self._runner.num_stages - 1
+        is_last = self._placement.rank_of(last) == self._position
 
         def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Part) -> Tensor | None:
             ranges = row_ranges(rows, num_microbatches)
             if len(ranges) not in self._evaluation:
-                self._evaluation[len(ranges)] = lower(forward_only(self._runner.num_stages, len(ranges)))
-            work = _Evaluation(
-                given, rows, shape, self._runner.anatomy.dtype, ranges, part, self._runner.num_stages - 1
-            )
-            self._executor.run(self._evaluation[len(ranges)].rows[stage], work)
+                self._evaluation[len(ranges)] = lower(forward_only(self._placement, len(ranges)))
+            work = _Evaluation(given, rows, shape, self._runner.anatomy.dtype, ranges, part, last)
+            self._executor.run(self._evaluation[len(ranges)], work)
             return torch.cat(work.joined) if work.joined else None
 
         with keyed(*key), call.context():
             passage = self._runner.run_whole(
-                stage, lambda: call.step(batch), through=through, reseed=lambda layer: reseed(mix(*key), layer)
+                lambda: call.step(batch),
+                is_last=is_last,
+                through=through,
+                reseed=lambda layer: reseed(mix(*key), layer),
             )
         return passage.left
 
-    def _lowered(self, num_microbatches: int) -> Lowered:
-        if num_microbatches not in self._training:
-            self._training[num_microbatches] = lower(self._build(num_microbatches))
-        return self._training[num_microbatches]
+    def _lowered(self, num_microbatches: int, *, halves: bool) -> Lowered:
+        if (num_microbatches, halves) not in self._training:
+            schedule = self._build(num_microbatches)
+            self._training[num_microbatches, halves] = lower(schedule if halves else schedule.with_whole_backwards())
+        return self._training[num_microbatches, halves]
 
 
 @dataclass
 class _Training:
-    """The work of a training step."""
+    """The work of a training step.
+
+    A schedule's microbatch is one part of the batch, or two where backwards run in halves: then a forward runs both,
+    one after the other, so that each has a graph of its own.
+    """
 
     runner: StageRunner
     boundaries: dict[tuple[Any, ...], Boundary]
     microbatches: Sequence[Microbatch]
+    parts: int
+    splitters: Mapping[int, Splitter]
+    recompute: Recompute
     seed: tuple[int, ...]
     call: TrainingCall
-    held: dict[tuple[int, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-    """By stage and microbatch: what entered, and what backward runs from."""
+    held: dict[tuple[int, int], "_Held"] = field(default_factory=dict)
+    """By stage and part: what backward needs."""
     peak: int = 0
 
     def __post_init__(self) -> None:
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
         self.settled: dict[int, Boundary] = {}
 
-    def boundary(self, microbatch: int) -> Boundary | None:
-        """Shape and type of a microbatch's boundary tensors, once it or one of the same shapes has been seen."""
-        return self.settled.get(microbatch) or self.boundaries.get(self.signatures[microbatch])
+    def parts_of(self, action: Action) -> list[int]:
+        """The parts of the batch that an action works on."""
+        halves = range(self.parts) if not action.half else ["ab".index(action.half)]
+        return [action.microbatch * self.parts + half for half in halves]
 
-    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs a stage and keeps what its backward needs."""
-        number = action.microbatch
-        key = (*self.seed, *self.call.key, number)
-        is_last = action.stage == self.runner.num_stages - 1
+    # ---------------------------------------------------------------------------------------------- boundaries
+
+    def boundary(self, action: Action) -> Boundary | None:
+        """Shape and type of an action's boundary tensors, once those of its parts or of the same shapes were seen."""
+        known = [self._known(part) for part in self.parts_of(action)]
+        seen = [boundary for boundary in known if boundary is not None]
+        if len(seen) < len(known):
+            return None
+        rows = sum(boundary.shape[0] for boundary in seen)
+        return Boundary(torch.Size((rows, *seen[0].shape[1:])), seen[0].dtype)
+
+    def demand(self, action: Action) -> Boundary:
+        """The same; the step is called up to the model where they have not been seen."""
+        for part in self.parts_of(action):
+            self._demanded(part)
+        boundary = self.boundary(action)
+        assert boundary is not None
+        return boundary
+
+    def _demanded(self, part: int) -> Boundary:
+        if self._known(part) is None:
+            self._look(part)
+        known = self._known(part)
+        assert known is not None
+        return known
+
+    def _known(self, part: int) -> Boundary | None:
+        return self.settled.get(part) or self.boundaries.get(self.signatures[part])
+
+    def _look(self, part: int) -> None:
+        """Calls the step of a part up to the model, to see what it hands over."""
 
         def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-            boundary = self._settle(number, Boundary(shape, dtype))
-            return incoming(boundary).requires_grad_() if action.stage > 0 else None
+            self._settle(part, Boundary(shape, dtype))
+            raise StageExit(None)
 
-        with keyed(*key), self.call.context():
-            passage = self.runner.run(
-                action.stage,
-                lambda: self.call.step(self.microbatches[number].data),
-                receive=receive,
-                reseed=lambda layer: reseed(mix(*key), layer),
-                scales=self.call.scales(number) if is_last else None,
-            )
-        left = self.call.finish(number, passage.left, passage.head) if is_last else passage.left
-        self.held[action.stage, number] = (passage.entered, left)
-        self.peak = max(self.peak, len(self.held))
-        return None if is_last else left
+        self._pass(0, part, receive)
 
-    def _settle(self, microbatch: int, seen: Boundary) -> Boundary:
-        """Notes the boundary of a microbatch as the model sees it.
+    def _settle(self, part: int, seen: Boundary) -> Boundary:
+        """Notes the boundary of a part as the model sees it.
 
         Raises:
-            RuntimeError: A microbatch of the same shapes had another one, which the other ranks still expect.
+            RuntimeError: A part of the same shapes had another one, which the other ranks still expect.
         """
-        self.settled[microbatch] = seen
+        self.settled[part] = seen
         # Nothing follows from a batch without tensors, and a single stage has no boundary.
-        if not any(self.signatures[microbatch]) or self.runner.num_stages == 1:
+        if not any(self.signatures[part]) or self.runner.num_stages == 1:
             return seen
-        known = self.boundaries.setdefault(self.signatures[microbatch], seen)
+        known = self.boundaries.setdefault(self.signatures[part], seen)
         if known != seen:
             raise RuntimeError(
                 f"The model's input gives hidden states of {tuple(seen.shape)} {seen.dtype}, but a batch of the same"
@@ -177,22 +245,142 @@ class _Training:
             )
         return seen
 
-    def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs the backward of a stage."""
-        entered, left = self.held.pop((action.stage, action.microbatch))
-        if action.stage == self.runner.num_stages - 1:
-            if left is not None:
-                self.call.backward(left)
-        else:
-            boundary = self.boundary(action.microbatch)
-            assert boundary is not None
-            assert left is not None
-            gradient = incoming(boundary)
-            if left.requires_grad:  # not where all before is frozen; the gradient is sent all the same
-                torch.autograd.backward(left, gradient)
+    # ------------------------------------------------------------------------------------------------- actions
+
+    def run(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs an action."""
+        if action.kind is Kind.FORWARD:
+            return self._forward(action, incoming)
+        if action.kind is Kind.WEIGHT:
+            self._finish_backward(action)
+            return None
+        output = self._backward(action, incoming)
+        if action.kind is Kind.BACKWARD:
+            self._finish_backward(action)
+        return output
+
+    def _forward(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs a stage and keeps what its backward needs."""
+        parts = self.parts_of(action)
+        pieces = [incoming] if len(parts) == 1 else self._pieces(action, incoming, enters=action.stage > 0)
+        left = [self._forward_part(action.stage, part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        self.peak = max(self.peak, len(self.held))
+        return _joined(left)
+
+    def _pieces(self, action: Action, incoming: Incoming, *, enters: bool) -> list[Incoming]:
+        """One message for several parts, for each of them."""
+        boundaries = [self._demanded(part) for part in self.parts_of(action)]
+        if not enters:
+            return [incoming] * len(boundaries)
+        pieces = torch.split(incoming(self.demand(action)), [boundary.shape[0] for boundary in boundaries])
+        return [partial(_given, piece.detach()) for piece in pieces]
+
+    def _forward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
+        is_last = stage == self.runner.num_stages - 1
+
+        def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+            boundary = self._settle(part, Boundary(shape, dtype))
+            return incoming(boundary).requires_grad_() if stage > 0 else None
+
+        again = stage in self.recompute.stages and not is_last
+        later = WeightGradients()
+        with torch.set_grad_enabled(not again), self._splitting(stage, later):
+            passage = self._pass(stage, part, receive, self.call.scales(part) if is_last else None)
+        left = self.call.finish(part, passage.left, passage.head) if is_last else passage.left
+        self.held[stage, part] = _Held(passage.entered, None if again else left, later)
+        return None if is_last else left
+
+    def _forward_again(self, stage: int, part: int, entered: Tensor | None) -> Tensor:
+        """Runs the forward of a stage that has kept its input only."""
+        left: Tensor = self._pass(stage, part, lambda _shape, _dtype: entered).left
+        return left
+
+    def _pass(
+        self,
+        stage: int,
+        part: int,
+        receive: Callable[[torch.Size, torch.dtype], Tensor | None],
+        scales: Scales | None = None,
+    ) -> Passage:
+        """Calls the user's step for a part, as a stage sees it."""
+        key = self._key(part)
+        with keyed(*key), self.call.context():
+            return self.runner.run(
+                stage,
+                lambda: self.call.step(self.microbatches[part].data),
+                receive=receive,
+                reseed=lambda layer: reseed(mix(*key), layer),
+                scales=scales,
+                recompute=self._recomputes_blocks(stage),
+            )
+
+    def _key(self, part: int) -> tuple[int, ...]:
+        return (*self.seed, *self.call.key, part)
+
+    def _recomputes_blocks(self, stage: int) -> bool:
+        if stage in self.recompute.stages:
+            return stage == self.runner.num_stages - 1
+        return self.recompute.blocks
+
+    def _backward(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs the backward of a stage, or its first half; returns the gradient for the stage before."""
+        parts = self.parts_of(action)
+        pieces = self._pieces(action, incoming, enters=action.stage < self.runner.num_stages - 1)
+        return _joined(
+            [self._backward_part(action.stage, part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        )
+
+    def _backward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
+        held = self.held[stage, part]
+        entered, left = held.entered, held.left
+        recomputes = keyed(*self._key(part)) if self._recomputes_blocks(stage) else nullcontext()
+        with recomputes, self._splitting(stage, held.later):
+            if stage == self.runner.num_stages - 1:
+                if left is not None:
+                    self.call.backward(left)
+            else:
+                gradient = incoming(self._demanded(part))
+                left = self._forward_again(stage, part, entered) if left is None else left
+                if left.requires_grad:  # not where all before is frozen; the gradient is sent all the same
+                    torch.autograd.backward(left, gradient)
+        held.entered = held.left = None  # the graph goes; what is left is in `later`
         if entered is None:
             return None
         return torch.zeros_like(entered) if entered.grad is None else entered.grad
+
+    def _finish_backward(self, action: Action) -> None:
+        """The second half of a backward: the gradients of weights."""
+        for part in self.parts_of(action):
+            self.held.pop((action.stage, part)).later.accumulate()
+
+    def _splitting(self, stage: int, later: WeightGradients) -> AbstractContextManager[None]:
+        return self.splitters[stage].into(later) if self.splitters else nullcontext()
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a part between its forward and the end of its backward.
+
+    Attributes:
+        entered: The activation that entered.
+        left: What backward runs from.
+        later: The gradients of weights that the first half of the backward has left.
+    """
+
+    entered: Tensor | None
+    left: Tensor | None
+    later: WeightGradients
+
+
+def _given(tensor: Tensor, _boundary: Boundary) -> Tensor:
+    """A tensor that is there already, in the place of one to wait for."""
+    return tensor
+
+
+def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """What leaves an action, of all its parts."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(given) if len(given) > 1 else given[0] if given else None
 
 
 @dataclass
@@ -209,22 +397,20 @@ class _Evaluation:
     joined: list[Tensor] = field(default_factory=list)
     """What has come out of the last stage."""
 
-    def boundary(self, microbatch: int) -> Boundary:
+    def boundary(self, action: Action) -> Boundary:
         """Shape and type of the hidden states of some rows."""
-        start, end = self.ranges[microbatch]
+        start, end = self.ranges[action.microbatch]
         texts = self.shape[0] // self.rows  # of a row, each with hidden states of its own
         return Boundary(torch.Size(((end - start) * texts, *self.shape[1:])), self.dtype)
 
-    def forward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Runs the stage on some rows."""
+    demand = boundary
+
+    def run(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Runs a stage on some rows."""
         rows = cut(self.given, self.rows, *self.ranges[action.microbatch])
-        entered = incoming(self.boundary(action.microbatch)) if action.stage > 0 else None
-        hidden = self.part(rows, entered)
+        entered = incoming(self.boundary(action)) if action.stage > 0 else None
+        hidden = self.part(action.stage, rows, entered)
         if action.stage < self.last_stage:
             return hidden
         self.joined.append(hidden)
         return None
-
-    def backward(self, action: Action, incoming: Incoming) -> Tensor | None:
-        """Never called: there is no backward in a forward-only schedule."""
-        raise AssertionError(action, incoming)

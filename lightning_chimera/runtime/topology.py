@@ -6,6 +6,8 @@ one-directional pipeline is on global rank 0, where people look for prints, logg
     global rank   0  1  2  3   4  5  6  7
     replica       0  0  0  0   1  1  1  1
     position      3  2  1  0   3  2  1  0
+
+Where a pipe ends on position 0, as one in the shape of a V does, positions run with the global ranks for that reason.
 """
 
 from collections.abc import Iterable
@@ -27,14 +29,16 @@ class Topology:
         num_positions: Ranks of one pipeline group.
         num_replicas: Copies of the group.
         global_rank: This rank.
+        ascending: Whether positions run with the global ranks.
     """
 
     num_positions: int
     num_replicas: int
     global_rank: int
+    ascending: bool = False
 
     @classmethod
-    def of_world(cls, world_size: int, num_positions: int, global_rank: int) -> "Topology":
+    def of_world(cls, world_size: int, num_positions: int, global_rank: int, *, ascending: bool = False) -> "Topology":
         """Divides a world into pipeline groups.
 
         Raises:
@@ -46,7 +50,7 @@ class Topology:
                 f" (devices x num_nodes). Every pipeline group needs {num_positions} of them: use a multiple of"
                 f" {num_positions} processes, or a num_stages that divides {world_size}."
             )
-        return cls(num_positions, world_size // num_positions, global_rank)
+        return cls(num_positions, world_size // num_positions, global_rank, ascending)
 
     @property
     def world_size(self) -> int:
@@ -61,11 +65,11 @@ class Topology:
     @property
     def position(self) -> int:
         """The position of this rank in its group."""
-        return self.num_positions - 1 - self.global_rank % self.num_positions
+        return self._place(self.global_rank % self.num_positions)
 
     @property
     def leader(self) -> int:
-        """The lowest global rank of this rank's group: it draws the data and holds the last stage of the down pipe."""
+        """The lowest global rank of this rank's group: it draws the data and holds the last stage of pipe 0."""
         return self.replica * self.num_positions
 
     @property
@@ -76,7 +80,11 @@ class Topology:
     def at(self, position: int, replica: int | None = None) -> int:
         """The global rank at a position, in this rank's replica unless another is given."""
         base = (self.replica if replica is None else replica) * self.num_positions
-        return base + self.num_positions - 1 - position
+        return base + self._place(position)
+
+    def _place(self, number: int) -> int:
+        """A position of a rank of the group, and the rank of a position."""
+        return number if self.ascending else self.num_positions - 1 - number
 
     def group(self, replica: int | None = None) -> tuple[int, ...]:
         """The global ranks of a pipeline group, ascending."""

@@ -20,7 +20,7 @@ from lightning_chimera import ChimeraStrategy
 from lightning_chimera.schedules import get_family
 
 from . import mutations
-from .users import ROWS, LanguageModule, Row, make_loader, make_rows
+from .users import BLOCKS, ROWS, LanguageModule, Row, make_loader, make_rows
 from .world import World
 
 STEPS = 5
@@ -53,6 +53,8 @@ class Cell:
         attention: HuggingFace's name of the implementation.
         clip: Whether gradients are clipped, by a norm that they exceed.
         accumulate: Batches per step.
+        blocks: Blocks of the model.
+        strategy: Further arguments of the strategy.
     """
 
     schedule: str = "chimera"
@@ -66,6 +68,8 @@ class Cell:
     attention: str = "sdpa"
     clip: bool = True
     accumulate: int = 2
+    blocks: int = BLOCKS
+    strategy: tuple[tuple[str, Any], ...] = ()
 
     @property
     def size(self) -> int:
@@ -75,7 +79,7 @@ class Cell:
     @property
     def reference(self) -> "Cell":
         """What a plain training depends on: of the layout only the number of replicas, whose batches it joins."""
-        return replace(self, schedule="plain", stages=1, microbatches=1)
+        return replace(self, schedule="plain", stages=1, microbatches=1, strategy=())
 
     @property
     def batch_size(self) -> int:
@@ -87,9 +91,10 @@ class Cell:
         parts = [self.schedule, f"D{self.stages}", f"W{self.replicas}", f"N{self.microbatches}", self.model]
         parts += [
             f"{name}={getattr(self, name)}"
-            for name in ("precision", "tied", "padded", "attention", "clip", "accumulate")
+            for name in ("precision", "tied", "padded", "attention", "clip", "accumulate", "blocks")
             if getattr(self, name) != getattr(usual, name)
         ]
+        parts += [f"{name}={value}" for name, value in self.strategy]
         return "-".join(parts)
 
 
@@ -146,7 +151,7 @@ class Trained:
     unused: list[set[str]] = field(default_factory=list)
     hashes: list[dict[str, str]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)
     notes: Any = None
 
 
@@ -208,7 +213,14 @@ def make_trainer(cell: Cell, **options: Any) -> L.Trainer:
     if cell.schedule == "plain":
         return L.Trainer(**{"devices": 1, **SILENT, **options})
     strategy = ChimeraStrategy(
-        schedule=cell.schedule, num_stages=cell.stages, num_microbatches=cell.microbatches, print_plan=False, timeout=30
+        **{
+            "schedule": cell.schedule,
+            "num_stages": cell.stages,
+            "num_microbatches": cell.microbatches,
+            "print_plan": False,
+            "timeout": 30,
+            **dict(cell.strategy),
+        }
     )
     return L.Trainer(**{"devices": cell.size, "strategy": strategy, **SILENT, **options})
 
@@ -226,7 +238,7 @@ def usual(cell: Cell, module: L.LightningModule, rows: list[Row] | None = None, 
 def language_model(cell: Cell) -> Experiment:
     """The training of the whole matrix."""
     exact = cell.precision == "64-true"
-    module = LanguageModule(cell.model, exact=exact, tied=cell.tied, attention=cell.attention)
+    module = LanguageModule(cell.model, exact=exact, tied=cell.tied, attention=cell.attention, blocks=cell.blocks)
     return usual(cell, module, usual_rows(cell, padded=cell.padded))
 
 
@@ -277,9 +289,13 @@ def check(
     same_copies(ranks)
     assert set().union(*(seen.keys for seen in ranks)) == set(plain.keys)
     assert [len(seen.peaks) for seen in ranks] == [len(plain.losses)] * cell.size
-    bounds = get_family(cell.schedule).build(cell.stages, cell.microbatches).peak_activations
+    options = {name: value for name, value in cell.strategy if name in ("pipes", "chunks")}
+    schedule = get_family(cell.schedule).build(cell.stages, cell.microbatches, **options)
+    ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
     for rank, seen in enumerate(ranks):
-        assert max(seen.peaks) <= bounds[cell.stages - 1 - rank % cell.stages]
+        place = rank % cell.stages
+        bound = schedule.peak_activations[place if ascending else cell.stages - 1 - place]
+        assert max(seen.peaks) <= bound
     return plain, ranks
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lightning_chimera
-from lightning_chimera.schedules import forward_only, gpipe
+from lightning_chimera.schedules import Placement, forward_only, gpipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, Any] = {
     "for more microbatches": lambda stages, microbatches: gpipe(stages, microbatches + 1),
     "nothing": lambda stages, microbatches: None,
     "a value for 4 ranks": gpipe(4, 4),
-    "a value without backward": forward_only(2, 4),
+    "a value without backward": forward_only(Placement.down(2), 4),
 }
 """Schedules that are no names, by what they are."""
 

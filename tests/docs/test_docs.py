@@ -4,14 +4,16 @@ import csv
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 import lightning as L
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 from typer.testing import CliRunner
 
 import lightning_chimera
@@ -121,10 +123,20 @@ def test_the_table_of_arguments_is_that_of_the_constructor() -> None:
     assert shown == own[: own.index("accelerator")]
 
 
-def test_the_readme_names_every_schedule() -> None:
-    registered = ["chimera" if name == "chimera" else f"chimera_{name}" for name in SCHEDULES]
+def test_the_readme_names_every_strategy() -> None:
+    registered = [name for name in StrategyRegistry.available_strategies() if name.startswith("chimera")]
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(table) == sorted(registered)
+
+
+def test_the_page_of_schedules_is_made_from_the_code() -> None:
+    path = ROOT / "docs" / "make_schedules.py"
+    made: dict[str, Any] = runpy.run_path(str(path))
+    text = (ROOT / "docs" / "schedules.md").read_text()
+    assert text == made["page"](), "run python docs/make_schedules.py"
+    assert all(f"`{name}`" in text for name in SCHEDULES)
+    shown = re.findall(r"images/schedules/(\w+)\.png", text)
+    assert sorted(file.stem for file in (ROOT / "docs" / "images" / "schedules").iterdir()) == sorted(shown)
 
 
 # tests/distributed/test_fine_tuning.py runs a few steps of it.

@@ -10,13 +10,14 @@ from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import get_family
 
 
-def printed(module, name: str, num_stages: int, num_replicas: int, width: int = 80) -> str:
+def printed(module, name: str, num_stages: int, num_replicas: int, recomputed=()) -> str:
     anatomy = find_anatomy(module)
     schedule = get_family(name).build(num_stages, num_stages)
-    cuts = balance(layer_costs(module, anatomy), num_stages, paired=schedule.num_pipes > 1)
-    topology = Topology(num_stages, num_replicas, 0)
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule))
+    cuts = balance(layer_costs(module, anatomy), schedule.num_stages, paired=schedule.placement.is_paired)
+    ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
+    topology = Topology(num_stages, num_replicas, 0, ascending)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed))
     return console.export_text()
 
 
@@ -39,3 +40,22 @@ def test_the_plan_counts_a_tied_table_on_both_end_ranks_but_once_on_a_rank(gpt2_
     whole = sum(parameter.numel() for parameter in gpt2_small.parameters()) / 1e6
     counts = [float(line.split(" M ")[0].split()[-1]) for line in lines if " M " in line]
     assert counts == [round(whole, 1)] * 2
+
+
+def test_the_plan_shows_several_stages_of_a_rank_where_the_pipe_ends_on_rank_0(gpt2_small) -> None:
+    lines = printed(gpt2_small, "zb_v", 2, 1).splitlines()
+    [row] = [index for index, line in enumerate(lines) if "0: embedding" in line]
+    assert lines[row].split()[:2] == ["0", "0"]
+    assert "3: block 11, head" in lines[row + 1]
+
+
+def test_the_plan_says_where_every_rank_holds_the_whole_model(gpt2_small) -> None:
+    assert "every rank holds the whole model" in printed(gpt2_small, "chimera", 2, 1)
+    assert "every rank holds the whole model" not in printed(gpt2_small, "chimera", 4, 1)
+
+
+def test_the_plan_counts_what_is_recomputed(gpt2_small) -> None:
+    def bubble(recomputed) -> str:
+        return printed(gpt2_small, "chimera", 4, 1, recomputed).partition("simulated bubble ")[2].partition("%")[0]
+
+    assert int(bubble(range(4))) > int(bubble(())) > 0

@@ -120,13 +120,14 @@ def test_rows_may_go_through_in_parts_while_the_step_runs_once(kind: str, cuts: 
     entering: list[Tensor | None] = [None, None]
     for stage in range(runner.num_stages):
 
-        def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Any) -> Tensor:
+        def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Any, stage: int = stage) -> Tensor:
             assert (rows, shape) == (4, (4, 6, 8))
             halves = [cut(given, 4, start, start + 2) for start in (0, 2)]
-            entering[:] = [part(half, hidden) for half, hidden in zip(halves, entering, strict=True)]
+            entering[:] = [part(stage, half, hidden) for half, hidden in zip(halves, entering, strict=True)]
             return torch.cat(entering)
 
-        passage = runner.run_whole(stage, step, through=through, reseed=lambda _layer: None)
+        is_last = stage == runner.num_stages - 1
+        passage = runner.run_whole(step, is_last=is_last, through=through, reseed=lambda _layer: None)
     assert len(calls) == runner.num_stages
     torch.testing.assert_close(passage.left.logits, expected.logits)
     torch.testing.assert_close(passage.left.loss, expected.loss)
@@ -195,5 +196,5 @@ def test_a_step_that_catches_everything_is_told_so() -> None:
         except BaseException:
             return None
 
-    with pytest.raises(RuntimeError, match=r"went on after stage 0 had left the model.*a bare `except:`"):
+    with pytest.raises(RuntimeError, match=r"went on after a stage had left the model.*a bare `except:`"):
         run(runner, 0, step)

@@ -1,0 +1,186 @@
+"""Every schedule changes every parameter as one process does."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_chimera import ChimeraStrategy
+from lightning_chimera.schedules import SCHEDULES, Schedule, chimera_split, v_half
+
+from .fidelity import Cell, Make, check, make_trainer, same_changes, train
+from .test_steps import Checkpointed, all_but_the_head_frozen, dropout, few_rows, first_stage_frozen, lengths_change
+from .users import LanguageModule, make_loader, make_rows
+from .world import World
+
+FIRST = ("chimera", "gpipe", "1f1b")
+"""Those of the fidelity matrix."""
+SPLIT = Cell("zb_h1", 2)
+V = Cell("zb_v", 2)
+INTERLEAVED = Cell("interleaved", 2)
+HALVES = Cell("chimera_halving", 2, microbatches=2)
+OUT_OF_ORDER = Cell("dualpipe_v", 2)
+"""Messages are not taken in the order in which they are sent."""
+
+
+def built(name: str, stages: int, microbatches: int) -> Schedule | None:
+    """The schedule, if it is defined for these numbers."""
+    try:
+        return SCHEDULES[name].build(stages, microbatches)
+    except ValueError:
+        return None
+
+
+CELLS = [
+    Cell(name, stages, microbatches=microbatches, model="bert" if microbatches % 2 else "gpt2", blocks=8)
+    for name, stages in product(SCHEDULES, (2, 4))
+    for microbatches in (stages - 1, stages, stages + 1, 2 * stages, 4 * stages)
+    if name not in FIRST and built(name, stages, microbatches) is not None
+]
+SAMPLE = [cell for cell in CELLS if cell.stages == 2 and cell.microbatches == 4]
+OPTIONS = [
+    Cell("chimera", 4, strategy=(("pipes", 4),)),
+    Cell("chimera_split", 4, strategy=(("pipes", 4),)),
+    Cell("interleaved", 2, blocks=6, strategy=(("chunks", 3),)),
+    Cell("hanayo", 2, blocks=8, strategy=(("chunks", 4),)),
+]
+
+
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_a_schedule_changes_every_parameter_as_one_process_does(world: World, cell: Cell) -> None:
+    check(world, cell)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in SAMPLE], ids=str)
+def test_a_schedule_of_any_size_does_so(world: World, cell: Cell) -> None:
+    check(world, cell)
+
+
+@pytest.mark.parametrize("cell", OPTIONS, ids=str)
+def test_more_pipes_and_more_stages_on_a_rank_do_so(world: World, cell: Cell) -> None:
+    check(world, cell)
+
+
+@pytest.mark.parametrize(
+    "replicated", [Cell("zb_v", 2, 2), Cell("chimera_split", 2, 2), Cell("interleaved", 2, 2)], ids=str
+)
+def test_a_schedule_may_be_replicated(world: World, replicated: Cell) -> None:
+    check(world, replicated)
+
+
+# -------------------------------------------------------------------------------------------------------- the batches
+
+
+@pytest.mark.parametrize("make", [few_rows, lengths_change])
+@pytest.mark.parametrize("cell", [HALVES, OUT_OF_ORDER, V, INTERLEAVED], ids=str)
+def test_batches_may_be_short_and_of_changing_lengths(world: World, make: Make, cell: Cell) -> None:
+    check(world, cell, make)
+
+
+# ------------------------------------------------------------------------------------------------- the split backward
+
+
+class CheckpointedTheOldWay(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@pytest.mark.parametrize("make", [first_stage_frozen, all_but_the_head_frozen, Checkpointed, CheckpointedTheOldWay])
+@pytest.mark.parametrize("cell", [SPLIT, V], ids=str)
+def test_a_split_backward_gives_every_gradient(world: World, make: Make, cell: Cell) -> None:
+    check(world, cell, make)
+
+
+def test_a_split_backward_runs_under_autocast(world: World) -> None:
+    whole, split = (Cell(name, 2, precision="bf16-mixed", clip=False) for name in ("1f1b", "zb_h1"))
+    seen = {cell: world.run(train, cell, size=2)[0] for cell in (whole, split)}
+    for name, before in seen[whole].before.items():
+        expected, change = (seen[cell].after[name] - before for cell in (whole, split))
+        assert float((change - expected).norm()) <= 2e-2 * float(expected.norm()) + 1e-6, name
+
+
+# -------------------------------------------------------------------------------------------------------- recomputing
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("1f1b", 4, strategy=(("recompute", "stages"),)),
+        Cell("chimera", 4, strategy=(("recompute", (0, 2)),)),
+        Cell("zb_v", 2, strategy=(("recompute", "stages"),)),
+        Cell("zb_h1", 2, strategy=(("recompute", "blocks"),)),
+        Cell("chimera_halving", 2, microbatches=2, strategy=(("recompute", "stages"),)),
+    ],
+    ids=str,
+)
+def test_recomputing_draws_the_same_masks_once_more(world: World, cell: Cell) -> None:
+    parts = cell.microbatches * (2 if cell.schedule == HALVES.schedule else 1)
+    single = world.run(train, Cell("1f1b", 1, microbatches=parts), dropout, size=1)[0]
+    seen = world.run(train, cell, dropout, size=cell.size)[0]
+    same_changes(seen, single)
+
+
+@pytest.mark.parametrize("cell", [SPLIT, V, INTERLEAVED, Cell("hanayo", 2), OUT_OF_ORDER], ids=str)
+def test_dropout_is_the_same_for_every_schedule(world: World, cell: Cell) -> None:
+    single = world.run(train, Cell("1f1b", 1), dropout, size=1)[0]
+    same_changes(world.run(train, cell, dropout, size=cell.size)[0], single)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def validated(cell: Cell) -> list[float]:
+    """What a validation and the predictions of a trainer say."""
+    L.seed_everything(0, verbose=False)
+    module = Predicts()
+    trainer = make_trainer(cell)
+    loader = make_loader(make_rows("gpt2", 2 * 8), 8)
+    (metrics,) = trainer.validate(module, loader, verbose=False)
+    rows = trainer.predict(module, loader)
+    sums = [float(row) for batch in rows for row in batch] if rows and rows[0] is not None else []
+    return [metrics["val_loss"], *sums]
+
+
+class Predicts(LanguageModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).logits.sum((1, 2))
+
+
+@pytest.mark.parametrize("cell", [V, INTERLEAVED, Cell("chimera_split_v", 2), Cell("interleaved", 2, 2)], ids=str)
+def test_evaluation_takes_the_stages_where_they_are(world: World, cell: Cell) -> None:
+    (plain,) = world.run(validated, cell.reference, size=1)
+    for seen in world.run(validated, cell, size=cell.size):
+        assert seen[0] == pytest.approx(plain[0], rel=1e-5)
+        if cell.replicas == 1:
+            assert seen[1:] == pytest.approx(plain[1:], rel=1e-4, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------ one's own
+
+
+def test_a_schedule_may_be_read_from_a_file(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(v_half(2, 4).to_text())
+    check(world, Cell("v_half", 2, strategy=(("schedule", str(path)),)))
+
+
+def test_a_schedule_may_be_a_value(world: World) -> None:
+    check(world, Cell("chimera_split", 2, strategy=(("schedule", chimera_split(2, 4)),)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "1f1b", "pipes": 4}, r"pipes=4, but schedule='1f1b' takes no pipes. .* chimera"),
+        ({"schedule": "chimera", "chunks": 2}, r"takes no chunks. .* interleaved, hanayo"),
+        ({"recompute": "all"}, r"recompute='all': give 'blocks' .* 'stages'"),
+        ({"recompute": ["0"]}, r"recompute=\['0'\]"),
+    ],
+)
+def test_options_that_a_schedule_does_not_take_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChimeraStrategy(**arguments)
