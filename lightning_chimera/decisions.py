@@ -4,14 +4,18 @@ Code that runs on one rank only is common (``if trainer.is_global_zero``). A ran
 let the others wait for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _STOPS = ("on_fit_start", "on_train_epoch_start", "on_train_batch_end", "on_train_epoch_end")
 """Hooks behind which Lightning looks at ``should_stop``, besides those that a strategy has itself."""
+
+_MONITORS = (Checkpoint, EarlyStopping)
+"""Callbacks whose ``on_train_epoch_end`` Lightning calls after the module's."""
 
 
 class Decisions:
@@ -21,8 +25,11 @@ class Decisions:
     ``should_stop``, on the -1 of ``on_train_batch_start`` if any rank returned it, and on the value that a scheduler
     follows, which is global rank 0's.
 
+    Where no hook of the module comes after those of the callbacks, the last callback's is the place.
+
     Args:
         module: The user's module.
+        callbacks: The Trainer's callbacks.
         agree_on_stop: Makes ``trainer.should_stop`` that of every rank.
         any_rank: Whether something holds on any rank.
         of_rank_zero: The value of global rank 0.
@@ -31,29 +38,33 @@ class Decisions:
     def __init__(
         self,
         module: LightningModule,
+        callbacks: Sequence[Callback],
         agree_on_stop: Callable[[], None],
         any_rank: Callable[[bool], bool],
         of_rank_zero: Callable[[Any], Any],
     ) -> None:
-        self._module = module
-        self._own: dict[str, Any] = {}
+        self._own: list[tuple[Any, str, Any]] = []
         for name in _STOPS:
-            self._replace(name, _then(getattr(module, name), agree_on_stop))
+            self._replace(module, name, _then(getattr(module, name), agree_on_stop))
+        monitors = [callback for callback in callbacks if isinstance(callback, _MONITORS)]
+        for last, name in ((callbacks[-1:], "on_sanity_check_end"), (monitors[-1:], "on_train_epoch_end")):
+            for callback in last:
+                self._replace(callback, name, _then(getattr(callback, name), agree_on_stop))
         if is_overridden("on_train_batch_start", module):
-            self._replace("on_train_batch_start", _skip_on_every_rank(module.on_train_batch_start, any_rank))
-        self._replace("lr_scheduler_step", _with_value(module.lr_scheduler_step, of_rank_zero))
+            self._replace(module, "on_train_batch_start", _skip_on_every_rank(module.on_train_batch_start, any_rank))
+        self._replace(module, "lr_scheduler_step", _with_value(module.lr_scheduler_step, of_rank_zero))
 
     def remove(self) -> None:
-        """Puts the module's own hooks back."""
-        for name, own in self._own.items():
-            del self._module.__dict__[name]
+        """Puts the own hooks of the module and the callbacks back."""
+        for owner, name, own in self._own:
+            del owner.__dict__[name]
             if own is not None:  # the user had put it on the instance as well
-                self._module.__dict__[name] = own
-        self._own = {}
+                owner.__dict__[name] = own
+        self._own = []
 
-    def _replace(self, name: str, hook: Callable[..., Any]) -> None:
-        self._own[name] = self._module.__dict__.get(name)
-        self._module.__dict__[name] = hook
+    def _replace(self, owner: Any, name: str, hook: Callable[..., Any]) -> None:
+        self._own.append((owner, name, owner.__dict__.get(name)))
+        owner.__dict__[name] = hook
 
 
 def _then(hook: Callable[..., Any], agree: Callable[[], None]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_chimera import checkpoint
 from lightning_chimera.checks import check_built, check_groups, recomputed_stages
@@ -30,6 +31,7 @@ from lightning_chimera.reporting import (
     LogCall,
     MetricSync,
     Report,
+    check_windows,
     combine,
     metrics_of,
     noting_updates,
@@ -47,7 +49,7 @@ from lightning_chimera.runtime.gradients import (
     share_overflow,
 )
 from lightning_chimera.runtime.links import Links
-from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
+from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split, split_together
 from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, TrainingCall
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -91,6 +93,7 @@ class Batch:
         kwargs: Its keyword arguments.
         context: Entered around each forward (autocast).
         key: What the random draws of this batch depend on.
+        loaders: How the batches of several loaders are put together in it, if it is of several.
     """
 
     data: Any
@@ -98,6 +101,17 @@ class Batch:
     kwargs: Mapping[str, Any]
     context: Callable[[], AbstractContextManager[Any]]
     key: tuple[int, ...]
+    loaders: TreeSpec | None = None
+
+    @property
+    def parts(self) -> list[Any]:
+        """The batch of each loader."""
+        return [self.data] if self.loaders is None else self.loaders.flatten_up_to(self.data)
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of all loaders' batches together."""
+        return sum(count_rows(part) or 0 for part in self.parts) or 1
 
 
 @dataclass
@@ -233,12 +247,13 @@ class Engine:
             the dict that it returns, the same on every rank.
         """
         hook = getattr(self.module, "microbatch_weight", None)
-        microbatches = self._split(batch.data)
+        microbatches = self._split(batch)
         weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
         parts: list[_Part] = []
         calls: list[LogCall] = []
         grown: dict[str, list[Addition]] = {}
         metrics = metrics_of(self.module)
+        check = check_windows(metrics, len(microbatches))
 
         def step(data: Any) -> Any:
             nonlocal calls, grown
@@ -247,6 +262,7 @@ class Engine:
                 return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
+            check()
             loss = loss_of(result, self.module)
             share = weights.share(number, own_loss=loss is head.loss, head=head)
             report = Report(share, microbatches[number].rows, calls)
@@ -264,12 +280,15 @@ class Engine:
         self._present = set(chain.from_iterable(used))
         return self._join(sorted(chain.from_iterable(shared), key=lambda part: part.place), weights.total_rows)
 
-    def _split(self, data: Any) -> list[Microbatch]:
-        """Splits a batch, as the module says if it does."""
-        hook = getattr(self.module, "microbatch_split", None)
-        if hook is None:
-            return split(data, self._num_parts)
-        return [Microbatch(part, count_rows(part) or 1) for part in hook(data, self._num_parts)]
+    def _split(self, batch: Batch) -> list[Microbatch]:
+        """Splits a batch, as the module says if it does; those of several loaders each by its own rows."""
+        hook, count = getattr(self.module, "microbatch_split", None), self._num_parts
+        if hook is not None:
+            return [Microbatch(part, count_rows(part) or 1) for part in hook(batch.data, count)]
+        if batch.loaders is None:
+            return split(batch.data, count)
+        parts = split_together(batch.parts, count)
+        return [Microbatch(tree_unflatten(pieces, batch.loaders), rows) for pieces, rows in parts]
 
     def _join(self, parts: list[_Part], rows: int) -> dict[str, Any]:
         """Puts together what all microbatches of all replicas gave, on every rank alike."""
@@ -406,8 +425,8 @@ class Engine:
         own: Report | None = None
         if counts:
             result, calls = self._evaluate(name, batch)
-            rows = count_rows(batch.data) or 1
-            own = Report(float(rows), rows, calls).on_cpu() if self.topology.is_leader else None
+            own = Report(float(batch.all_rows), count_rows(batch.data) or 1, calls).on_cpu()
+            own = own if self.topology.is_leader else None
         if logs:
             reports = [report for report in self._gather(own) if report is not None]
             replay(self.module, combine(reports), sum(report.rows for report in reports))

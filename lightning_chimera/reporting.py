@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchmetrics import Metric
+from torchmetrics.wrappers import Running
 
 _IN_STEPS = "_chimera_in_steps"
 """Marks a metric that steps update, and have updated on this rank."""
@@ -60,6 +61,19 @@ class Report:
         return Report(self.share, self.rows, moved)
 
 
+def check_group(group: Any) -> None:
+    """Refuses to reduce or gather over a group of ranks.
+
+    Raises:
+        ValueError: It is one, and not that of all ranks.
+    """
+    if group is not None and group is not dist.group.WORLD:
+        raise ValueError(
+            "A process group was given to self.log (sync_dist_group), self.all_gather or strategy.reduce. The ranks of"
+            " a pipeline work on the same rows, so values are shared between replicas, not ranks: leave the group out."
+        )
+
+
 @contextmanager
 def recording(module: LightningModule) -> Iterator[list[LogCall]]:
     """Records ``module.log`` (and with it ``log_dict``) instead of logging."""
@@ -71,6 +85,7 @@ def recording(module: LightningModule) -> Iterator[list[LogCall]]:
         for known in ("self", "name", "value"):
             options.pop(known)
         reduce_fx = options.get("reduce_fx", "mean")
+        check_group(options.get("sync_dist_group"))
         options["reduce_fx"] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
         path = None
         if isinstance(value, Metric):
@@ -224,12 +239,55 @@ def metrics_of(module: LightningModule) -> list[Metric]:
 
 @contextmanager
 def noting_updates(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Notes which metrics a step updates on this rank, unless it ends at the boundary of a stage."""
-    before = [metric._update_count for metric in metrics]
-    yield
+    """Notes which metrics a step updates on this rank, and undoes the updates if it ends at the boundary of a stage.
+
+    What comes before the model call runs once for each stage, and the last one's updates are those that count.
+    """
+    before, copies = [metric._update_count for metric in metrics], _copies(metrics)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # the boundary, which is no error
+        for metric, copy in zip(metrics, copies, strict=True):
+            vars(metric).clear()
+            vars(metric).update(copy)
+        raise
     for metric, count in zip(metrics, before, strict=True):
         if metric._update_count != count:
             metric.__dict__[_IN_STEPS] = True
+
+
+def _copies(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+    """What metrics have noted so far; states that several of them share stay shared."""
+    known: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            return known.setdefault(id(value), value.clone())
+        return known.setdefault(id(value), list(value)) if type(value) is list else value
+
+    return [{name: copied(value) for name, value in vars(metric).items()} for metric in metrics]
+
+
+def check_windows(metrics: Sequence[Metric], num_microbatches: int) -> Callable[[], None]:
+    """Watches over metrics of the last updates, which a training step would update once for each microbatch.
+
+    Returns:
+        To be called when the step is over.
+    """
+    running = [(metric, metric._num_vals_seen) for metric in metrics if isinstance(metric, Running)]
+
+    def check() -> None:
+        for metric, seen in running:
+            if metric._num_vals_seen != seen and num_microbatches > 1:
+                raise RuntimeError(
+                    f"The training step updates a {type(metric).__name__}, whose window of {metric.window} updates"
+                    " would be one of microbatches, not of batches. Update it in on_train_batch_end, with what the step"
+                    " returns."
+                )
+
+    return check
 
 
 def _join(values: list[Any], reduce: Any, device: torch.device) -> Any:

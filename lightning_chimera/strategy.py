@@ -26,10 +26,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 from typing_extensions import override
 
 from lightning_chimera.checkpoint import load_optimizer_state
@@ -57,7 +59,8 @@ from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
-from lightning_chimera.runtime.batches import Ending, GroupLoader
+from lightning_chimera.reporting import check_group
+from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
 from lightning_chimera.runtime.failures import all_fail_alike
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -68,11 +71,6 @@ from lightning_chimera.timeline import Timeline
 _ENDINGS: dict[RunningStage | None, Ending] = {
     RunningStage.TRAINING: Ending.SHORTEST,
     RunningStage.PREDICTING: Ending.OWN,
-}
-_LOADERS: dict[RunningStage | None, str] = {
-    RunningStage.TRAINING: "train_dataloader",
-    RunningStage.TESTING: "test_dataloaders",
-    RunningStage.PREDICTING: "predict_dataloaders",
 }
 
 
@@ -154,6 +152,8 @@ class ChimeraStrategy(ParallelStrategy):
         self._engine: Engine | None = None
         self._decisions: Decisions | None = None
         self._loader: GroupLoader | None = None
+        self._structure: TreeSpec | None = None
+        self._counts = True
         self._callbacks: StockCallbacks | None = None
         self._num_runs = 0
         self._can_save: bool | None = None
@@ -321,6 +321,7 @@ class ChimeraStrategy(ParallelStrategy):
                 self.engine.adopt(optimizer)
             self._decisions = Decisions(
                 self.lightning_module,
+                trainer.callbacks,  # type: ignore[attr-defined]
                 self._agree_on_stop,
                 lambda decision: self.reduce_boolean_decision(decision, all=False),
                 self._of_rank_zero,
@@ -393,20 +394,27 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._loader = self._loader_of(dataloader_idx)
-        if self._loader is not None:
+        combined = self._combined
+        self._loader = _group_loader(combined.flattened, dataloader_idx) if combined is not None else None
+        self._structure, self._counts = None, True
+        if combined is not None and combined._mode != "sequential":
+            self._structure = tree_structure(combined.iterables)
+            batches, self._counts = hand_over(self._structure.flatten_up_to(batch), combined.flattened, combined._mode)
+            batch = tree_unflatten(batches, self._structure)
+        elif self._loader is not None:
             self._loader.hand_over()
+            self._counts = not self._loader.is_surplus
         with keyed(self.engine.seed, self.topology.replica, *self._key(), dataloader_idx):
-            return super().batch_to_device(batch, device, dataloader_idx)
+            moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._structure is not None and not _is_several(moved, self._structure):
+            self._structure = None  # of one loader, or put together by a hook of the module
+        return moved
 
-    def _loader_of(self, dataloader_idx: int) -> GroupLoader | None:
-        """The loader that a batch comes from; steps need not take its index, so it is noted with the batch."""
+    @property
+    def _combined(self) -> CombinedLoader | None:
+        """The loaders of the loop that runs; steps need not take a batch's loader, so it is noted with the batch."""
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        loaders = getattr(trainer, _LOADERS.get(trainer.state.stage, "val_dataloaders"))
-        flat = torch.utils._pytree.tree_leaves(loaders)
-        loader = flat[dataloader_idx] if dataloader_idx < len(flat) else None
-        return loader if isinstance(loader, GroupLoader) else None
+        return getattr(self.lightning_module.trainer._active_loop, "_combined_loader", None)
 
     def _key(self) -> tuple[int, ...]:
         """What the random draws of a batch depend on: how far training is, and the batch of its loader."""
@@ -422,7 +430,8 @@ class ChimeraStrategy(ParallelStrategy):
         """Runs forward and backward of the whole batch; the loss is that of all replicas."""
         assert self.lightning_module is not None
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, self.precision_plugin.train_step_context, self._key())
+        context = self.precision_plugin.train_step_context
+        batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
         scale: Callable[[Tensor], Tensor] = (lambda loss: loss) if self._scaler is None else self._scaler.scale
         return self.engine.train(batch, accumulate=accumulate, scale=scale)
@@ -493,10 +502,9 @@ class ChimeraStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data, *rest = args
-        batch = Batch(data, tuple(rest), kwargs, context, self._key())
-        counts = self._loader is None or not self._loader.is_surplus
+        batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         in_step_with_replicas = name != "predict_step"
-        return self.engine.evaluate(name, batch, counts=counts, logs=in_step_with_replicas)
+        return self.engine.evaluate(name, batch, counts=self._counts, logs=in_step_with_replicas)
 
     @contextmanager
     def full_parameters(self, *, gradients: bool = False) -> Generator[None, None, None]:
@@ -601,6 +609,7 @@ class ChimeraStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the replicas; inside a pipeline group it is the same everywhere."""
         self._refuse_in_step("strategy.reduce()")
+        check_group(group)
         if not isinstance(tensor, Tensor) or self._groups is None or self.topology.num_replicas == 1:
             return tensor
         shared = tensor.detach().cpu().clone()
@@ -615,6 +624,7 @@ class ChimeraStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers a tensor over the replicas."""
         self._refuse_in_step("self.all_gather()")
+        check_group(group)
         if self._groups is None or self.topology.num_replicas == 1:
             return tensor
         gathered: list[Any] = [None] * self.topology.num_replicas
@@ -710,6 +720,19 @@ class ChimeraStrategy(ParallelStrategy):
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
         own = ("_engine", "_decisions", "_loader", "_callbacks")
         return {**super().__getstate__(), **dict.fromkeys(own)}
+
+
+def _is_several(batch: Any, structure: TreeSpec) -> bool:
+    """Whether a batch is one of several loaders' batches."""
+    try:
+        return len(structure.flatten_up_to(batch)) > 1
+    except ValueError:
+        return False
+
+
+def _group_loader(loaders: Sequence[Any], dataloader_idx: int) -> GroupLoader | None:
+    loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else None
+    return loader if isinstance(loader, GroupLoader) else None
 
 
 def _leave_process_group() -> None:

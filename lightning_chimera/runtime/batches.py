@@ -8,7 +8,8 @@ or by its ``DistributedSampler``) is taken as it is.
 
 import copy
 import enum
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -127,6 +128,12 @@ class GroupLoader:
             status, batch, rows = self._share_batch(self._next(own, indices, number) if own is not None else None)
             if status == "end":
                 return
+            if status == "none":
+                raise TypeError(
+                    f"The data loader yields None instead of batch {number} on some of the"
+                    f" {self._topology.num_replicas} replicas only: the others would wait for a step that these leave"
+                    " out. Leave such batches out in the data set or the sampler, or yield None on all replicas alike."
+                )
             if status == "surplus" and self._surplus_from is None:
                 self._surplus_from = number
             if rows is not None and indices is not None and own is None:
@@ -155,11 +162,14 @@ class GroupLoader:
 
     def _agree(self, batch: Any, *, has: bool) -> tuple[str, Any]:
         """Settles between the leaders of all replicas whether to go on, and lends a batch to those that have none."""
-        nobody = self._topology.world_size
-        votes = torch.tensor([int(has), self._topology.leader if has else nobody])
+        nobody, is_none = self._topology.world_size, has and batch is None
+        is_some = has and not is_none
+        votes = torch.tensor([int(has), self._topology.leader if has else nobody, int(not is_none), int(not is_some)])
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._groups.leaders)
-        everyone, lender = votes.tolist()
+        everyone, lender, nowhere_none, all_none = votes.tolist()
         someone = lender < nobody
+        if not nowhere_none and not all_none:
+            return "none", None
         if everyone:
             return "batch", batch
         if not someone or self._ending is Ending.SHORTEST:
@@ -174,11 +184,55 @@ class GroupLoader:
         return ("batch", batch) if has else ("surplus", lent[0])
 
 
+def hand_over(batches: Sequence[Any], loaders: Sequence[Any], mode: str) -> tuple[list[Any], bool]:
+    """Notes that batches that several loaders gave at once go to a step, and leaves out what must not count.
+
+    Args:
+        batches: One of each loader; ``None`` for one that has ended.
+        loaders: The loaders.
+        mode: How they are combined: ``min_size``, ``max_size`` or ``max_size_cycle``.
+
+    Returns:
+        The batches, of ``max_size`` without those that are lent, and whether they count.
+
+    Raises:
+        RuntimeError: Of the longest loaders some have lent a batch and some have not.
+    """
+    given = [index for index, batch in enumerate(batches) if batch is not None]
+    known = [index for index in given if isinstance(loaders[index], GroupLoader)]
+    for index in known:
+        loaders[index].hand_over()
+    surplus = {index for index in known if loaders[index].is_surplus}
+    if not surplus or mode == "min_size":  # which ends with the first that has no batch left
+        return list(batches), not surplus
+    if len(surplus) == len(given):
+        return list(batches), False
+    if mode == "max_size":
+        return [None if index in surplus else batch for index, batch in enumerate(batches)], True
+    lengths = {index: _length(loaders[index]) for index in known}
+    longest = [index for index in known if lengths[index] == max(lengths.values())]
+    lent = [index in surplus for index in longest]
+    if any(lent) and not all(lent):
+        raise RuntimeError(
+            f"{len(lent)} loaders of a CombinedLoader of mode 'max_size_cycle' are equally long, and of some of them"
+            " only this replica has no batch left, so rows would count twice. Give loaders whose numbers of batches the"
+            " number of replicas divides, or the mode 'max_size' or 'sequential'."
+        )
+    return list(batches), not all(lent)
+
+
 def _try_next(iterator: Iterator[Any]) -> tuple[Any, bool]:
     try:
         return next(iterator), True
     except StopIteration:
         return None, False
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:
+        return math.inf
 
 
 def _lengths(loader: Any, topology: Topology, groups: Groups) -> list[int | None]:

@@ -1,7 +1,7 @@
 """Splits a batch by rows."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -66,6 +66,33 @@ def split(batch: Any, num_microbatches: int) -> list[Microbatch]:
     if rows is None or rows < 2 or num_microbatches == 1:
         return [Microbatch(batch, rows or 1)]
     return [Microbatch(cut(batch, rows, start, end), end - start) for start, end in row_ranges(rows, num_microbatches)]
+
+
+def split_together(batches: Sequence[Any], num_microbatches: int) -> list[tuple[list[Any], int]]:
+    """Splits batches that several loaders gave for one step, each by its own rows, so that no part is left without.
+
+    Args:
+        batches: One of each loader; ``None`` for one that has ended.
+        num_microbatches: How many; where a batch has fewer rows, as many as the smallest has.
+
+    Returns:
+        For each microbatch its part of each batch, and the rows of all of them together.
+    """
+    counts = [count_rows(batch) for batch in batches]
+    sizes = [rows for rows in counts if rows]
+    count = min([num_microbatches, *sizes]) if sizes else 1
+    ranges = [row_ranges(rows, count) if rows else None for rows in counts]
+    parts = []
+    for number in range(count):
+        pieces, total = [], 0
+        for batch, rows, own in zip(batches, counts, ranges, strict=True):
+            if own is None or rows is None or count == 1:
+                pieces.append(batch)
+            else:
+                pieces.append(cut(batch, rows, *own[number]))
+            total += own[number][1] - own[number][0] if own is not None else 0
+        parts.append((pieces, total or 1))
+    return parts
 
 
 def row_ranges(rows: int, num_parts: int) -> list[tuple[int, int]]:

@@ -73,6 +73,7 @@ def normalizes(cell: Cell) -> Experiment:
     return validating(cell, Normalizes(), 13)
 
 
+@pytest.mark.contract("Data", "evaluation steps that crop or change the whole batch before they call the model")
 @pytest.mark.parametrize(("cell", "make"), [(CHIMERA, crops), (REPLICAS, crops), (FEW, normalizes)], ids=label)
 def test_what_a_step_makes_of_a_whole_batch_reaches_every_stage(world: World, cell: Cell, make: Any) -> None:
     check_validations(world, cell, make)
@@ -113,6 +114,7 @@ def mask_and_evaluate(cell: Cell) -> tuple[Any, Any]:
     return found, module.hidden[0]
 
 
+@pytest.mark.contract("The module", "random numbers that an evaluation step draws are the same on every stage")
 @pytest.mark.parametrize("cell", [CHIMERA, Cell("gpipe", 4)], ids=str)
 def test_what_an_evaluation_step_draws_is_the_same_on_every_stage(world: World, cell: Cell) -> None:
     ((alone, hidden),) = world.run(mask_and_evaluate, Cell("1f1b", 1), size=1)
@@ -167,6 +169,9 @@ def collects_by_loader(cell: Cell) -> Experiment:
     return validating(cell, CollectsByLoader(), 13, 6)
 
 
+@pytest.mark.contract(
+    "The module", "sums, lists and dicts of lists that evaluation steps keep on the module are there in every hook"
+)
 @pytest.mark.parametrize(("cell", "make"), [(FEW, sums_up), (FEW, collects_by_loader), (CHIMERA, sums_up)], ids=label)
 def test_what_a_step_keeps_on_its_module_is_there_on_every_rank(world: World, cell: Cell, make: Any) -> None:
     check_validations(world, cell, make)
@@ -187,8 +192,49 @@ def takes_no_index(cell: Cell) -> Experiment:
     return validating(cell, TakesNoIndex(), 12)
 
 
+@pytest.mark.contract(
+    "Data", "steps that take no `batch_idx`, and evaluation with replicas that have unequal numbers of batches"
+)
 def test_a_batch_lent_to_a_replica_never_counts_whatever_the_step_takes(world: World) -> None:
     check_validations(world, REPLICAS, takes_no_index)  # whose second replica has no third batch
+
+
+class NotesOutputs(LanguageModule):
+    """Returns from its evaluation steps, and notes what its hooks are handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[tuple[str, bool]] = []
+
+    def validation_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    test_step = validation_step
+
+    def on_validation_batch_end(self, outputs: Any, batch: Row, batch_idx: int) -> None:
+        self.notes.append((self.trainer.state.fn.value, outputs is not None))
+
+    on_test_batch_end = on_validation_batch_end
+
+
+def note_outputs(cell: Cell) -> list[tuple[str, bool]]:
+    torch.manual_seed(0)
+    module, loader = NotesOutputs(), make_loader(make_rows("gpt2", 3 * 4), 4)
+    for run in ("validate", "test"):
+        getattr(make_trainer(cell), run)(module, loader, verbose=False)
+    return module.notes
+
+
+@pytest.mark.contract(
+    "Data",
+    "in an evaluation of replicas of which one has no batch left, its hooks get `None` as the step's result, and every"
+    " row counts once; DDP repeats rows instead",
+    "differs",
+)
+def test_hooks_of_a_replica_without_a_batch_get_none(world: World) -> None:
+    found = world.run(note_outputs, REPLICAS, size=4)
+    for rank, seen in enumerate(found):
+        assert seen == [(run, rank < 2 or number < 1) for run in ("validate", "test") for number in (0, 1)]
 
 
 class DrawsWithoutIndex(LanguageModule):
@@ -203,6 +249,9 @@ class DrawsWithoutIndex(LanguageModule):
         return super().training_step(batch, 0)
 
 
+@pytest.mark.contract(
+    "The module", "a step draws anew in every batch and microbatch, whether it takes `batch_idx` or not"
+)
 def test_a_step_without_index_draws_anew_in_every_batch(world: World) -> None:
     ranks: list[Trained] = world.run(train, FEW, DrawsWithoutIndex, size=2)
     assert ranks[0].notes == ranks[1].notes

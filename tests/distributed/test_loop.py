@@ -2,21 +2,23 @@
 
 import functools
 import os
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.utilities import CombinedLoader
 
-from .fidelity import Cell, make_trainer
+from .fidelity import Cell, Experiment, check, label, make_trainer
 from .users import ROWS, LanguageModule, Row, make_loader, make_rows
-from .world import World
+from .world import RankFailed, World
 
 CHIMERA = Cell("chimera", 2)
 REPLICAS = Cell("1f1b", 2, replicas=2, microbatches=3)
+LONG = pytest.mark.long
 
 # ------------------------------------------------------------------------------------------- decisions of one rank
 
@@ -26,6 +28,10 @@ def is_rank(trainer: L.Trainer, rank: int) -> bool:
     return trainer.world_size == 1 or trainer.global_rank == rank
 
 
+BEFORE = ("on_fit_start", "on_sanity_check_end")
+"""Hooks before any batch."""
+
+
 class Stops(Callback):
     """Ends the run in one hook, on one rank."""
 
@@ -33,7 +39,7 @@ class Stops(Callback):
         self.batches = 0
 
         def stop(trainer: L.Trainer, *_: Any) -> None:
-            if is_rank(trainer, rank) and (self.batches >= 3 or hook == "on_fit_start"):
+            if is_rank(trainer, rank) and (self.batches >= 3 or hook in BEFORE):
                 trainer.should_stop = True
 
         setattr(self, hook, stop)
@@ -76,7 +82,8 @@ class StepStops(LanguageModule):
 def run_until_stopped(cell: Cell, module: L.LightningModule, *callbacks: Callback) -> list[Any]:
     torch.manual_seed(0)
     rows = make_rows("gpt2", 4 * cell.replicas * ROWS)
-    trainer = make_trainer(cell, max_epochs=3, val_check_interval=2, callbacks=list(callbacks))
+    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    trainer = make_trainer(cell, callbacks=list(callbacks), **options)
     trainer.fit(module, make_loader(rows, cell.batch_size), make_loader(rows[:ROWS]))
     hooks = sorted(name for name in vars(module) if name.startswith(("on_", "lr_")))
     return [trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx, hooks]
@@ -84,6 +91,20 @@ def run_until_stopped(cell: Cell, module: L.LightningModule, *callbacks: Callbac
 
 def stop_in_callback(cell: Cell, hook: str, rank: int) -> list[Any]:
     return run_until_stopped(cell, LanguageModule(), Stops(hook, rank))
+
+
+class StopsLate(EarlyStopping):
+    """Ends the run behind the module's hook, on one rank, by a rule of its own."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if is_rank(trainer, 1) and trainer.current_epoch == 1:
+            trainer.should_stop = True
+
+
+def stop_late(cell: Cell) -> list[Any]:
+    stops = StopsLate("val_loss")
+    found = run_until_stopped(cell, LanguageModule(), stops)
+    return [*found, "on_train_epoch_end" in vars(stops)]
 
 
 def stop_in_module(cell: Cell) -> list[Any]:
@@ -95,13 +116,14 @@ def stop_in_step(cell: Cell, name: str) -> list[Any]:
 
 
 STOP_HOOKS = [
-    "on_fit_start",
-    "on_train_epoch_start",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
+    pytest.param("on_fit_start", marks=LONG),
+    "on_sanity_check_end",
+    pytest.param("on_train_epoch_start", marks=LONG),
+    pytest.param("on_before_optimizer_step", marks=LONG),
+    pytest.param("on_train_batch_end", marks=LONG),
     "on_validation_batch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
+    pytest.param("on_validation_end", marks=LONG),
+    pytest.param("on_train_epoch_end", marks=LONG),
 ]
 
 
@@ -111,6 +133,13 @@ def test_a_stop_that_one_rank_asks_for_in_a_callback_ends_the_run_everywhere(wor
     (plain,) = world.run(stop_in_callback, CHIMERA.reference, hook, 0, size=1)
     assert plain[0] < 12
     assert world.run(stop_in_callback, CHIMERA, hook, 1, size=2) == [plain] * 2
+
+
+@pytest.mark.contract("Callbacks", "a subclass of `EarlyStopping` that stops by a rule of its own, on one rank only")
+def test_a_stop_that_one_rank_asks_for_behind_the_modules_hook_ends_the_run_everywhere(world: World) -> None:
+    (plain,) = world.run(stop_late, CHIMERA.reference, size=1)
+    assert plain[0] == 8
+    assert world.run(stop_late, CHIMERA, size=2) == [plain] * 2
 
 
 @pytest.mark.contract(
@@ -175,8 +204,8 @@ def spied(own: Any, events: list[Event], who: str, name: str) -> Any:
 class Plain(LanguageModule):
     """Warms up, to have a scheduler."""
 
-    def __init__(self) -> None:
-        super().__init__(blocks=2, lr=0.1)
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__(blocks=blocks, lr=0.1)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -192,15 +221,16 @@ def make_spies(events: list[Event]) -> tuple[L.LightningModule, Callback]:
     names = [name for name in MODULE_HOOKS if name not in LOADER_HOOKS]
     module = type("Spied", (Plain,), {name: spied(getattr(Plain, name), events, "module", name) for name in names})
     hooks = {name: spied(getattr(Callback, name), events, "callback", name) for name in CALLBACK_HOOKS}
-    return module(), type("Spy", (Callback,), hooks)()
+    return module(blocks=4), type("Spy", (Callback,), hooks)()
 
 
 def record_hooks(cell: Cell, folder: str) -> list[Event]:
     torch.manual_seed(0)
     events: list[Event] = []
     module, spy = make_spies(events)
-    rows = make_rows("gpt2", 3 * ROWS)
-    train, evaluation = make_loader(rows), make_loader(rows[: ROWS + 3])
+    rows = make_rows("gpt2", 3 * cell.replicas * ROWS)
+    loaders = (rows, rows[: 2 * ROWS * cell.replicas - 3 * (cell.replicas == 1)])
+    train, evaluation = (make_loader(part, cell.batch_size) for part in loaders)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "gradient_clip_val": 1.0}
     trainer = make_trainer(cell, max_epochs=2, callbacks=[spy], **options)
     trainer.fit(module, train, [evaluation, evaluation])
@@ -213,11 +243,14 @@ def record_hooks(cell: Cell, folder: str) -> list[Event]:
 @pytest.mark.contract(
     "Loop", "every hook of modules and callbacks runs as often and in the same order as in one process"
 )
-def test_every_hook_runs_in_the_order_of_one_process_on_every_rank(world: World, tmp_path: Any) -> None:
-    (plain,) = world.run(record_hooks, CHIMERA.reference, str(tmp_path), size=1)
+@pytest.mark.parametrize(
+    "cell", [pytest.param(CHIMERA, marks=LONG), Cell("chimera", 4), pytest.param(REPLICAS, marks=LONG)], ids=str
+)
+def test_every_hook_runs_in_the_order_of_one_process_on_every_rank(world: World, cell: Cell, tmp_path: Any) -> None:
+    (plain,) = world.run(record_hooks, cell.reference, str(tmp_path), size=1)
     assert len(plain) > 300
     assert {name for _, name, *_ in plain} >= {"on_before_optimizer_step", "on_predict_batch_end", "on_test_epoch_end"}
-    for seen in world.run(record_hooks, CHIMERA, str(tmp_path), size=2):
+    for seen in world.run(record_hooks, cell, str(tmp_path), size=cell.size):
         assert [" ".join(event) for event in seen] == [" ".join(event) for event in plain]
 
 
@@ -291,6 +324,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "check_val_every_n_epoch 2": {"check_val_every_n_epoch": 2, "max_epochs": 4},
     "limit_train_batches 3": {"limit_train_batches": 3},
     "limit_train_batches 0.5, limit_val_batches 0": {"limit_train_batches": 0.5, "limit_val_batches": 0},
+    "limit_train_batches 0.5, limit_val_batches 0.5": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
     "limit_train_batches 0": {"limit_train_batches": 0},
     "overfit_batches 2": {"overfit_batches": 2},
     "fast_dev_run": {"fast_dev_run": True},
@@ -309,12 +343,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OF_REPLICAS = [
     "accumulate 4 in epochs of 2 batches",
-    "accumulate 3 of 5, validate in the middle",
-    "val_check_interval 0.5",
-    "limit_train_batches 3",
-    "overfit_batches 2",
-    "fast_dev_run",
-    "scheduler by plateau",
+    pytest.param("accumulate 3 of 5, validate in the middle", marks=LONG),
+    pytest.param("val_check_interval 0.5", marks=LONG),
+    pytest.param("limit_train_batches 3", marks=LONG),
+    pytest.param(
+        "limit_train_batches 0.5, limit_val_batches 0.5",
+        marks=pytest.mark.contract("Loop", "parts in `limit_train_batches` and `limit_val_batches`, with replicas"),
+    ),
+    pytest.param("overfit_batches 2", marks=LONG),
+    pytest.param("fast_dev_run", marks=LONG),
+    pytest.param("scheduler by plateau", marks=LONG),
 ]
 """What depends on the number of batches, or on what all replicas must agree."""
 
@@ -343,21 +381,15 @@ def follow(cell: Cell, options: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [*follows.events, ("weights", *weights)]
 
 
-@functools.cache
-def follow_all(world: World, cell: Cell) -> list[dict[str, Any]]:
-    """What happens on each rank, with every option; in one world, since each is over in no time."""
-    return world.run(follow_every_option, cell, size=1 if cell.schedule == "plain" else cell.size)
-
-
-def follow_every_option(cell: Cell) -> dict[str, Any]:
-    return {name: follow(cell, OPTIONS[name]) for name in (OPTIONS if cell.replicas == 1 else OF_REPLICAS)}
+def follow_option(cell: Cell, name: str) -> list[tuple[Any, ...]]:
+    return follow(cell, OPTIONS[name])
 
 
 def check_events(world: World, cell: Cell, name: str) -> None:
-    (plain,) = follow_all(world, cell.reference)
-    events = [event for event in plain[name] if cell.replicas == 1 or event[0] != "validation batch"]
-    for seen in follow_all(world, cell):
-        assert list(map(str, seen[name])) == list(map(str, events))
+    (plain,) = world.run(follow_option, cell.reference, name, size=1)
+    events = [event for event in plain if cell.replicas == 1 or event[0] != "validation batch"]
+    for seen in world.run(follow_option, cell, name, size=cell.size):
+        assert list(map(str, seen)) == list(map(str, events))
 
 
 @pytest.mark.parametrize(
@@ -365,46 +397,58 @@ def check_events(world: World, cell: Cell, name: str) -> None:
     [
         pytest.param(
             "accumulate 4 in epochs of 2 batches",
-            marks=pytest.mark.contract(
-                "Loop",
-                "`accumulate_grad_batches` longer than an epoch steps as often, and by as much, as in one process",
-                reported="Lightning#21808",
-            ),
+            marks=[
+                LONG,
+                pytest.mark.contract(
+                    "Loop",
+                    "`accumulate_grad_batches` longer than an epoch steps as often, and by as much, as in one process",
+                    reported="Lightning#21808",
+                ),
+            ],
         ),
         pytest.param(
             "accumulate 3 of 5, validate in the middle",
             marks=pytest.mark.contract("Loop", "`accumulate_grad_batches`, with a short last window and validations"),
         ),
-        pytest.param("accumulation scheduler", marks=pytest.mark.contract("Loop", "`GradientAccumulationScheduler`")),
         pytest.param(
-            "val_check_interval 0.5", marks=pytest.mark.contract("Loop", "`val_check_interval` as a part of an epoch")
+            "accumulation scheduler", marks=[LONG, pytest.mark.contract("Loop", "`GradientAccumulationScheduler`")]
+        ),
+        pytest.param(
+            "val_check_interval 0.5",
+            marks=[LONG, pytest.mark.contract("Loop", "`val_check_interval` as a part of an epoch")],
         ),
         pytest.param(
             "val_check_interval over epochs",
             marks=pytest.mark.contract("Loop", "`val_check_interval` in batches, over the ends of epochs"),
         ),
-        pytest.param("check_val_every_n_epoch 2", marks=pytest.mark.contract("Loop", "`check_val_every_n_epoch`")),
-        pytest.param("limit_train_batches 3", marks=pytest.mark.contract("Loop", "`limit_train_batches`")),
         pytest.param(
-            "limit_train_batches 0.5, limit_val_batches 0", marks=pytest.mark.contract("Loop", "`limit_val_batches`")
+            "check_val_every_n_epoch 2", marks=[LONG, pytest.mark.contract("Loop", "`check_val_every_n_epoch`")]
         ),
-        "limit_train_batches 0",
-        pytest.param("overfit_batches 2", marks=pytest.mark.contract("Loop", "`overfit_batches`")),
-        pytest.param("fast_dev_run", marks=pytest.mark.contract("Loop", "`fast_dev_run`")),
-        "fast_dev_run 3",
-        pytest.param("max_time", marks=pytest.mark.contract("Loop", "`max_time`")),
+        pytest.param("limit_train_batches 3", marks=[LONG, pytest.mark.contract("Loop", "`limit_train_batches`")]),
+        pytest.param(
+            "limit_train_batches 0.5, limit_val_batches 0",
+            marks=[LONG, pytest.mark.contract("Loop", "`limit_val_batches`")],
+        ),
+        pytest.param("limit_train_batches 0.5, limit_val_batches 0.5", marks=LONG),
+        pytest.param("limit_train_batches 0", marks=LONG),
+        pytest.param("overfit_batches 2", marks=[LONG, pytest.mark.contract("Loop", "`overfit_batches`")]),
+        pytest.param("fast_dev_run", marks=[LONG, pytest.mark.contract("Loop", "`fast_dev_run`")]),
+        pytest.param("fast_dev_run 3", marks=LONG),
+        pytest.param("max_time", marks=[LONG, pytest.mark.contract("Loop", "`max_time`")]),
         pytest.param("max_steps in the middle of an epoch", marks=pytest.mark.contract("Loop", "`max_steps`")),
         pytest.param("min_steps against a stop", marks=pytest.mark.contract("Loop", "`min_steps`")),
-        pytest.param("min_epochs against a stop", marks=pytest.mark.contract("Loop", "`min_epochs`")),
-        pytest.param("detect_anomaly", marks=pytest.mark.contract("Loop", "`detect_anomaly`")),
-        pytest.param("sanity check of all", marks=pytest.mark.contract("Loop", "`num_sanity_val_steps`")),
+        pytest.param("min_epochs against a stop", marks=[LONG, pytest.mark.contract("Loop", "`min_epochs`")]),
+        pytest.param("detect_anomaly", marks=[LONG, pytest.mark.contract("Loop", "`detect_anomaly`")]),
+        pytest.param("sanity check of all", marks=[LONG, pytest.mark.contract("Loop", "`num_sanity_val_steps`")]),
         pytest.param(
             "reload_dataloaders_every_n_epochs",
-            marks=pytest.mark.contract("Loop", "`reload_dataloaders_every_n_epochs`"),
+            marks=[LONG, pytest.mark.contract("Loop", "`reload_dataloaders_every_n_epochs`")],
         ),
-        pytest.param("clip by value", marks=pytest.mark.contract("Loop", "clipping of gradients by value")),
-        pytest.param("scheduler by epoch", marks=pytest.mark.contract("Loop", "schedulers by epoch")),
-        pytest.param("scheduler by plateau", marks=pytest.mark.contract("Loop", "`ReduceLROnPlateau` by epoch")),
+        pytest.param("clip by value", marks=[LONG, pytest.mark.contract("Loop", "clipping of gradients by value")]),
+        pytest.param("scheduler by epoch", marks=[LONG, pytest.mark.contract("Loop", "schedulers by epoch")]),
+        pytest.param(
+            "scheduler by plateau", marks=[LONG, pytest.mark.contract("Loop", "`ReduceLROnPlateau` by epoch")]
+        ),
         pytest.param(
             "scheduler by plateau of steps", marks=pytest.mark.contract("Loop", "`ReduceLROnPlateau` by step")
         ),
@@ -475,16 +519,26 @@ def train_on_several(cell: Cell, training: str, evaluation: str) -> Any:
     "Data", "several training loaders at once, in every mode of `CombinedLoader` that one process takes"
 )
 @pytest.mark.contract("Data", "several validation loaders: lists, dicts and `CombinedLoader` in every mode")
-@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 @pytest.mark.parametrize(
-    ("training", "evaluation"),
+    ("cell", "training", "evaluation"),
     [
-        ("dict", "list"),
-        ("list", "dict"),
-        ("min_size", "sequential"),
-        ("max_size_cycle", "max_size_cycle"),
-        ("max_size", "max_size"),
-        ("min_size", "min_size"),
+        (CHIMERA, "dict", "list"),
+        (REPLICAS, "max_size", "max_size"),
+        *(
+            pytest.param(cell, *modes, marks=LONG)
+            for cell, *modes in [
+                (REPLICAS, "dict", "list"),
+                (CHIMERA, "list", "dict"),
+                (REPLICAS, "list", "dict"),
+                (CHIMERA, "min_size", "sequential"),
+                (REPLICAS, "min_size", "sequential"),
+                (CHIMERA, "max_size_cycle", "max_size_cycle"),
+                (REPLICAS, "max_size_cycle", "max_size_cycle"),
+                (CHIMERA, "max_size", "max_size"),
+                (CHIMERA, "min_size", "min_size"),
+                (REPLICAS, "min_size", "min_size"),
+            ]
+        ),
     ],
 )
 def test_several_loaders_give_what_they_give_in_one_process(
@@ -493,6 +547,122 @@ def test_several_loaders_give_what_they_give_in_one_process(
     (plain,) = world.run(train_on_several, cell.reference, training, evaluation, size=1)
     for seen in world.run(train_on_several, cell, training, evaluation, size=cell.size):
         assert seen == plain
+
+
+class OwnLoss(TakesSeveral):
+    """Has a loss of its own over the rows of all loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = together(batch)
+        logits = self.model(input_ids=rows["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["labels"].flatten())
+        self.log("train_loss", loss)
+        return loss
+
+
+def of_unequal_batches(cell: Cell, module: L.LightningModule, *, padded: bool) -> Experiment:
+    """Loaders of 8 and 4 rows to a batch; the last of the second has less rows than there are microbatches."""
+    sizes = {"a": (8, 3 * ROWS), "b": (4, 2 * 4 + 1)}
+    loaders = {
+        name: make_loader(
+            make_rows("gpt2", count * cell.replicas, padded=padded, seed=count),
+            size * (cell.replicas if cell.schedule == "plain" else 1),
+        )
+        for name, (size, count) in sizes.items()
+    }
+    combined = CombinedLoader(loaders, "max_size")
+    return Experiment(module, {"train_dataloaders": combined}, {"max_epochs": 2, "max_steps": -1})
+
+
+def unequal_batches(cell: Cell) -> Experiment:
+    return of_unequal_batches(cell, TakesSeveral(), padded=True)
+
+
+def unequal_batches_and_own_loss(cell: Cell) -> Experiment:
+    return of_unequal_batches(cell, OwnLoss(), padded=False)
+
+
+@pytest.mark.contract("Data", "several training loaders of different batch sizes, whose batches come together")
+@pytest.mark.parametrize(
+    ("cell", "make"),
+    [(CHIMERA, unequal_batches_and_own_loss), pytest.param(REPLICAS, unequal_batches, marks=LONG)],
+    ids=label,
+)
+def test_the_batches_of_several_loaders_are_cut_each_by_its_own_rows(world: World, cell: Cell, make: Any) -> None:
+    check(world, replace(cell, clip=False), make)
+
+
+class SumsByLoader(Plain):
+    """Sums what it is given of each loader."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.model(**together(batch))
+        for name, part in batch.items():
+            total = 0.0 if part is None else part["input_ids"].sum().double()
+            self.log(f"val_{name}", total, reduce_fx="sum")
+
+
+def sum_by_loader(cell: Cell, mode: str) -> tuple[dict[str, float], list[list[float]]]:
+    """What was summed of loaders of 3 and 4 batches, and the sum of each batch."""
+    torch.manual_seed(0)
+    rows = [make_rows("gpt2", number * ROWS, padded=False) for number in (3, 4)]
+    combined = CombinedLoader({"a": make_loader(rows[0]), "b": make_loader(rows[1])}, mode)
+    (found,) = make_trainer(cell).validate(SumsByLoader(), combined, verbose=False)
+    sums = [[float(batch["input_ids"].sum()) for batch in make_loader(part)] for part in rows]
+    return {name: float(value) for name, value in found.items()}, sums
+
+
+@pytest.mark.contract(
+    "Data", "a parallel `CombinedLoader` in evaluation counts every row once, whatever batches each replica has left"
+)
+@pytest.mark.parametrize("mode", ["max_size", pytest.param("min_size", marks=LONG)])
+def test_rows_of_parallel_loaders_count_once_whatever_is_left_to_a_replica(world: World, mode: str) -> None:
+    for found, (first, second) in world.run(sum_by_loader, REPLICAS, mode, size=4):
+        assert found["val_a"] == pytest.approx(sum(first))
+        # Of min_size the second replica ends with the first loader, of which it has one batch.
+        assert found["val_b"] == pytest.approx(sum(second) if mode == "max_size" else sum(second[:3]))
+
+
+@pytest.mark.contract(
+    "Data",
+    "a `CombinedLoader` of mode `max_size_cycle` in evaluation whose equally long loaders leave unequal numbers of"
+    " batches to the replicas",
+    "refused",
+)
+def test_parallel_loaders_that_would_repeat_rows_are_refused(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"max_size_cycle.*the mode 'max_size' or 'sequential'"):
+        world.run(sum_by_loader, REPLICAS, "max_size_cycle", size=4)
+
+
+def collate_with_gaps(rows: list[Row], gaps: set[int]) -> Row | None:
+    """A batch, or nothing where its first row is one of those."""
+    return None if int(rows[0]["number"]) in gaps else {name: torch.stack([row[name] for row in rows]) for name in KEPT}
+
+
+KEPT = ("input_ids", "attention_mask", "labels")
+
+
+def train_with_gaps(cell: Cell, *gaps: int) -> Any:
+    torch.manual_seed(0)
+    rows: list[Row] = [{**row, "number": torch.tensor(n)} for n, row in enumerate(make_rows("gpt2", 6 * ROWS))]
+    collate = functools.partial(collate_with_gaps, gaps={gap * ROWS for gap in gaps})
+    trainer, module = make_trainer(cell, max_epochs=1, precision="64-true"), Plain()
+    trainer.fit(module, make_loader(rows, ROWS, collate_fn=collate))
+    weights = [round(float(parameter.norm()), 8) for parameter in module.parameters()]
+    return trainer.global_step, trainer.fit_loop.total_batch_idx, weights
+
+
+@pytest.mark.contract("Data", "`None` instead of a training batch leaves it out")
+def test_batches_that_are_none_are_left_out(world: World) -> None:
+    (plain,) = world.run(train_with_gaps, CHIMERA.reference, 1, 4, size=1)
+    assert plain[0] == 4
+    assert world.run(train_with_gaps, CHIMERA, 1, 4, size=2) == [plain] * 2
+
+
+@pytest.mark.contract("Data", "`None` instead of a training batch on some replicas only", "refused")
+def test_batches_that_are_none_on_one_replica_are_refused_on_every_rank(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"yields None instead of batch 1 on some of the 2 replicas only"):
+        world.run(train_with_gaps, REPLICAS, 3, size=4)
 
 
 # ------------------------------------------------------------------------------------------------ one run after another
@@ -522,7 +692,14 @@ SAVES: dict[str, dict[str, Any]] = {"batch": {"every_n_train_steps": 4}, "valida
     "resuming in the middle of an epoch trains and validates when one process that resumes does",
     reported="Lightning#19549, Lightning#20288, Lightning#20277, Lightning#11504, Lightning#19367",
 )
-@pytest.mark.parametrize(("cell", "when"), [(CHIMERA, "batch"), (REPLICAS, "batch"), (CHIMERA, "validation")])
+@pytest.mark.parametrize(
+    ("cell", "when"),
+    [
+        pytest.param(CHIMERA, "batch", marks=LONG),
+        (REPLICAS, "batch"),
+        pytest.param(CHIMERA, "validation", marks=LONG),
+    ],
+)
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_as_in_one_process(
     world: World, cell: Cell, when: str, tmp_path: Any
 ) -> None:

@@ -58,6 +58,9 @@ def collects(cell: Cell) -> Experiment:
     return two_epochs(cell, Collects())
 
 
+@pytest.mark.contract(
+    "The module", "lists that a training step appends to grow by one entry for each batch, on every rank"
+)
 @pytest.mark.parametrize("cell", [FEW, CHIMERA, REPLICAS], ids=str)
 def test_lists_grown_in_the_step_have_an_entry_for_each_batch_on_every_rank(world: World, cell: Cell) -> None:
     (first, _, outputs), second, logged = check_notes(world, cell, collects, rtol=1e-6)
@@ -94,6 +97,7 @@ class Returns(LanguageModule):
         self.notes[-1]["nested"] = self.notes[-1]["nested"]["ids"]
 
 
+@pytest.mark.contract("Loss", "what a training step returns beside the loss in a dict reaches the hooks of every rank")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
 def test_what_a_step_returns_in_a_dict_reaches_the_hooks_of_every_rank(world: World, cell: Cell) -> None:
     notes = check_notes(world, cell, Returns)
@@ -131,6 +135,9 @@ def true_size(cell: Cell) -> Experiment:
     return short_last_batch(cell, None)
 
 
+@pytest.mark.contract(
+    "Logging and metrics", "`batch_size` in `self.log`, a constant or the rows of each batch, weighs whole batches"
+)
 @pytest.mark.parametrize("make", [constant_size, true_size])
 def test_a_batch_size_given_to_log_weighs_whole_batches(world: World, make: Any) -> None:
     check_notes(world, CHIMERA, make, rtol=1e-6)
@@ -150,6 +157,11 @@ def logs_a_hidden_metric(cell: Cell) -> Experiment:
     return usual(cell, LogsAHiddenMetric(), usual_rows(cell))
 
 
+@pytest.mark.contract(
+    "Logging and metrics",
+    "`self.log` of a metric that is no attribute of the module: make it one in `__init__`",
+    "refused",
+)
 def test_a_metric_that_is_no_attribute_is_refused_by_name(world: World) -> None:
     with pytest.raises(RankFailed, match=r"self\.log\('mean', \.\.\.\) got a MeanMetric that is no attribute"):
         world.run(train, FEW, logs_a_hidden_metric, size=2)

@@ -151,6 +151,10 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
+@pytest.mark.contract(
+    "Logging and metrics",
+    "the values of fit, validate, test and predict in `callback_metrics`, loggers, the bar and results, on every rank",
+)
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.replicas == 1], ids=str)
 def test_fit_validate_test_and_predict_say_what_one_process_says(world: World, cell: Cell, tmp_path: Path) -> None:
     (plain,) = world.run(use_everything, cell.reference, str(tmp_path), size=1)
@@ -190,6 +194,9 @@ def same_but_for_a_replicas_own(found: Any, expected: Any) -> None:
         same(found, expected)
 
 
+@pytest.mark.contract(
+    "Logging and metrics", "with replicas, logged values are those of one process on all their batches"
+)
 def test_replicas_say_what_one_process_says_of_all_their_batches(world: World, tmp_path: Path) -> None:
     cell = CELLS[1]
     (plain,) = world.run(use_everything, cell.reference, str(tmp_path), size=1)
@@ -247,6 +254,10 @@ def decide(cell: Cell, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.contract(
+    "Callbacks",
+    "`EarlyStopping`, `ModelCheckpoint` and `ReduceLROnPlateau` decide alike on every rank, as in one process",
+)
 @pytest.mark.parametrize("cell", CELLS[:2], ids=str)
 def test_decisions_are_those_of_one_process_on_every_rank(world: World, cell: Cell, tmp_path: Path) -> None:
     (plain,) = world.run(decide, cell.reference, str(tmp_path / "plain"), size=1)
@@ -276,6 +287,7 @@ def stops(cell: Cell) -> Any:
     return usual(cell, Stops(), max_epochs=4, max_steps=-1, accumulate_grad_batches=1)
 
 
+@pytest.mark.contract("Loop", "a hook of the module ends the epoch by -1, or the run by `trainer.should_stop`")
 def test_hooks_may_end_the_epoch_or_the_run(world: World) -> None:
     plain, ranks = check(world, Cell("chimera", 2), stops)
     assert [seen.notes for seen in (plain, *ranks)] == [5, 5, 5]
@@ -300,6 +312,7 @@ def step_stops(cell: Cell) -> Any:
     return usual(cell, StepStops(), max_epochs=4, max_steps=-1, accumulate_grad_batches=1)
 
 
+@pytest.mark.contract("Loop", "`trainer.should_stop` in a training or validation step ends the run on every rank")
 @pytest.mark.parametrize("cell", [Cell("chimera", 2), Cell("gpipe", 2, replicas=2)], ids=str)
 def test_a_step_may_end_the_run_for_all_ranks(world: World, cell: Cell) -> None:
     plain, ranks = check(world, cell, step_stops)
@@ -330,6 +343,7 @@ def write_predictions(cell: Cell) -> Any:
     return writer.rows, writer.epoch
 
 
+@pytest.mark.contract("Callbacks", "`BasePredictionWriter` is told the rows of each batch, of its replica's batches")
 def test_prediction_writers_are_told_the_rows(world: World) -> None:
     everything = [list(range(0, 8)), list(range(8, 16)), list(range(16, 21))]
     for rows, epoch in world.run(write_predictions, Cell("chimera", 2), size=2):
@@ -348,6 +362,7 @@ def evaluate_alone(cell: Cell) -> Any:
     return values, make_trainer(cell, precision="64-true").test(module, loaders[0], verbose=False)
 
 
+@pytest.mark.contract("Loop", "`validate` and `test` without any training, on several loaders")
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_evaluation_needs_no_training(world: World, cell: Cell) -> None:
     (plain,) = world.run(evaluate_alone, cell.reference, size=1)
@@ -378,6 +393,9 @@ def look_at_timelines(cell: Cell) -> Any:
     return looks.seen
 
 
+@pytest.mark.contract(
+    "Callbacks", "`trainer.strategy.timeline()` is that of the last training step, also after a validation"
+)
 def test_a_timeline_is_that_of_the_last_training_step_also_after_a_validation(world: World) -> None:
     cell = Cell("chimera", 2)
     for after_step, after_validation in world.run(look_at_timelines, cell, size=2):
