@@ -561,8 +561,8 @@ class OwnLoss(TakesSeveral):
 
 
 def of_unequal_batches(cell: Cell, module: L.LightningModule, *, padded: bool) -> Experiment:
-    """Loaders of 8 and 4 rows to a batch; the last of the second has less rows than there are microbatches."""
-    sizes = {"a": (8, 3 * ROWS), "b": (4, 2 * 4 + 1)}
+    """Loaders of 8 and 4 rows to a batch; the last of one replica's second has a single row."""
+    sizes = {"a": (8, 3 * ROWS), "b": (4, 2 * 4 + (cell.replicas == 1))}
     loaders = {
         name: make_loader(
             make_rows("gpt2", count * cell.replicas, padded=padded, seed=count),
