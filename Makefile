@@ -1,6 +1,6 @@
 # Two commands do all on a fresh machine: `make train` and `make test`. Each makes .venv if need be.
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format long clean
+.PHONY: help install train test lint format long bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Further arguments for pip, such as an index that serves CPU builds of torch.
@@ -46,6 +46,9 @@ test: lint ## lint, and all tests of the CI budget
 
 long: install ## what is too long for CI
 	$(TEST_ENV) $(BIN)/python -m pytest -m long $(TESTS)
+
+bench: install ## measure what docs/performance.md shows, on a machine with nothing else to do
+	$(TEST_ENV) $(BIN)/python docs/make_performance.py measure
 
 clean: ## remove .venv and what tools left behind, not the runs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -48,10 +48,11 @@ def commands() -> list[str]:
 CHIMERA_COMMANDS = [line for line in commands() if line.startswith("lightning-chimera ")]
 TRAIN_COMMANDS = [line for line in commands() if line.startswith("lightning-chimera-train ")]
 MAKE_COMMANDS = [line for line in commands() if line.startswith("make ")]
+BENCHMARK_COMMANDS = [line for line in commands() if line.startswith("python -m benchmarks.")]
 
 
 def test_every_shown_command_is_tried_somewhere() -> None:
-    tried = [*CHIMERA_COMMANDS, *TRAIN_COMMANDS, *MAKE_COMMANDS]
+    tried = [*CHIMERA_COMMANDS, *TRAIN_COMMANDS, *MAKE_COMMANDS, *BENCHMARK_COMMANDS]
     assert [line for line in commands() if line not in tried] == []
     assert len(tried) > 10
 
