@@ -397,9 +397,19 @@ class StageRunner:
             return forward(**given)
 
     def _leave(self, output: Any) -> None:
-        """Ends a stage with the output of its last block."""
+        """Ends a stage with the output of its last block.
+
+        Raises:
+            RuntimeError: The blocks hand on more than one hidden state.
+        """
         self._gives_tuples = isinstance(output, tuple)
-        raise StageExit(output[0] if self._gives_tuples else output)
+        hidden, *others = output if self._gives_tuples else (output,)
+        if any(isinstance(other, Tensor) and other.shape == hidden.shape for other in others):
+            name, shape = type(self.anatomy.base).__name__, tuple(hidden.shape)
+            raise RuntimeError(
+                f"The blocks of {name} hand on several hidden states of {shape} each, but one crosses the boundary of a stage. Such a model can't be cut."
+            )
+        raise StageExit(hidden)
 
     def _boundary_shape(self, given: Mapping[str, Any]) -> torch.Size:
         """Shape of the hidden states in one call of the base model, where each of several texts in a row is a row."""

@@ -198,3 +198,25 @@ def test_a_step_that_catches_everything_is_told_so() -> None:
 
     with pytest.raises(RuntimeError, match=r"went on after a stage had left the model.*a bare `except:`"):
         run(runner, 0, step)
+
+
+class TwoStreams(nn.Module):
+    """A block that hands on the hidden state and what has been added to it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        output = self.block(hidden, *args, **kwargs)
+        after = output[0] if isinstance(output, tuple) else output
+        return after, after - hidden
+
+
+@pytest.mark.contract("Models", "blocks that hand on several hidden states", "refused", "DS#969")
+def test_blocks_that_hand_on_several_hidden_states_are_refused() -> None:
+    module = Module("gpt2")
+    module.model.transformer.h = nn.ModuleList(TwoStreams(block) for block in module.model.transformer.h)
+    runner = StageRunner(find_anatomy(module), (1,))
+    with pytest.raises(RuntimeError, match=r"blocks of GPT2Model hand on several hidden states of \(4, 6, 8\) each"):
+        run(runner, 0, lambda: module.model(**BATCH))
