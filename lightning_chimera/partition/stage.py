@@ -407,7 +407,8 @@ class StageRunner:
         if any(isinstance(other, Tensor) and other.shape == hidden.shape for other in others):
             name, shape = type(self.anatomy.base).__name__, tuple(hidden.shape)
             raise RuntimeError(
-                f"The blocks of {name} hand on several hidden states of {shape} each, but one crosses the boundary of a stage. Such a model can't be cut."
+                f"The blocks of {name} hand on several hidden states of {shape} each, but one crosses the boundary of a"
+                " stage. Such a model can't be cut."
             )
         raise StageExit(hidden)
 
