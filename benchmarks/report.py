@@ -52,7 +52,7 @@ class Report:
     Attributes:
         title: What was measured.
         about: The conditions, such as the number of ranks.
-        rows: The figures; all rows have the same columns.
+        rows: The figures; all rows have the same columns, and ``None`` where there is no figure, but in the first.
         bars: The bounds.
     """
 
@@ -109,6 +109,8 @@ def machine() -> Row:
 
 def _cell(value: Any) -> str:
     """A value as tables show it."""
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -168,13 +168,13 @@ def _rank(schedules: Sequence[Schedule], pace: Pace) -> list[list[list[Span]]]:
 def _steps(lowered: Lowered, work: Sleep, executor: Executor, num_steps: int) -> list[list[Span]]:
     kept = []
     for _ in range(WARM_UP + num_steps):
-        _start_together()
+        start_together()
         executor.run(lowered, work)
         kept.append(executor.spans)
     return kept[WARM_UP:]
 
 
-def _start_together() -> None:
+def start_together() -> None:
     """Sleeps until a moment that all ranks agree on; the processes of one machine share the clock of spans."""
     moment = torch.tensor(time.perf_counter() + _HEAD_START, dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)

@@ -37,6 +37,9 @@ class Measurement(NamedTuple):
 MEASUREMENTS = [
     Measurement("schedules_4", "Schedules on 4 ranks", "schedules"),
     Measurement("schedules_8", "Schedules on 8 ranks", "schedules", ("--ranks", "8")),
+    Measurement("peers_2", "Beside torch.distributed.pipelining on 2 ranks", "peers", ("--ranks", "2")),
+    Measurement("peers_4", "Beside torch.distributed.pipelining on 4 ranks", "peers"),
+    Measurement("peers_8", "Beside torch.distributed.pipelining on 8 ranks", "peers", ("--ranks", "8")),
     Measurement("split_backward", "A split backward", "split_backward"),
 ]
 
@@ -92,6 +95,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

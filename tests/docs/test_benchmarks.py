@@ -12,10 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from benchmarks.peers import SleepingStage
 from benchmarks.ranks import RankFailed, run
 from benchmarks.report import Bar, Report
+from benchmarks.schedules import Pace
+from lightning_chimera.schedules import Placement
+from lightning_chimera.timeline import Span
 
 ROOT = Path(__file__).parents[2]
 builder = SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "make_performance.py")))
@@ -101,3 +106,24 @@ def test_a_world_that_fails_is_ended(function: Callable[[], None], limit: float,
     with pytest.raises(RankFailed, match=f"(?s){message}"):
         run(function, size=2, limit=limit)
     assert time.monotonic() - start < 25
+
+
+def _parts_of_a_backward() -> list[tuple[str, float]]:
+    """What a sleeping stage notes: a backward in parts, a whole one, and that of a first stage."""
+    pace, spans = Pace(unit=0.01, boundary=64), list[Span]()
+    stage = SleepingStage(0, Placement.down(2), pace, rank=0)
+    stage.begin(spans)
+    gradient, entered = torch.ones(1, 16), torch.zeros(1, 16, requires_grad=True)
+    left = stage(entered)
+    torch.autograd.grad(left, entered, gradient, retain_graph=True)
+    torch.autograd.grad(left, stage.weight, gradient)
+    torch.autograd.backward(stage(entered), gradient)
+    torch.autograd.backward(stage(torch.zeros(1, 16)), gradient)
+    return [(str(span.action), span.duration) for span in spans]
+
+
+def test_a_sleeping_stage_of_torch_sleeps_for_each_part_of_a_backward_once() -> None:
+    (noted,) = run(_parts_of_a_backward, size=1, limit=30)
+    assert [action for action, _ in noted] == ["0F0", "0I0", "0W0", "0F1", "0B1", "0F2", "0B2"]
+    for (_, duration), units in zip(noted, [1, 1, 1, 1, 2, 1, 2], strict=True):
+        assert duration >= units * 0.01
