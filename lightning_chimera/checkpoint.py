@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_chimera.partition.ownership import Ownership
+from lightning_chimera.partition.placeholder import Placeholder
 from lightning_chimera.runtime.packing import receive_tree, send_tree
 
 
@@ -37,18 +38,21 @@ def gather_parameters(module: nn.Module, ownership: Ownership, world: ProcessGro
 
 
 def module_state(module: nn.Module, ownership: Ownership, world: ProcessGroup) -> dict[str, Any]:
-    """The state of the whole module on global rank 0, with its names in their order; empty elsewhere.
+    """The state of the whole module on global rank 0, with its names in their order.
 
-    Every rank calls it.
+    Every rank calls it. On the others the names are the same, so that hooks which take some out work there too, and
+    what they do not hold is a tensor on the meta device.
     """
     values = gather_parameters(module, ownership, world)
-    if ownership.rank != 0:
-        return {}
     named = dict(module.named_parameters(remove_duplicate=False))
-    return {
-        name: values[named[name]] if name in named and named[name] in values else value
-        for name, value in module.state_dict().items()
-    }
+
+    def whole(name: str, value: Any) -> Any:
+        if name in named and named[name] in values:
+            return values[named[name]]
+        is_absent = isinstance(value, Placeholder)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_absent else value
+
+    return {name: whole(name, value) for name, value in module.state_dict().items()}
 
 
 def spread_parameters(
@@ -84,14 +88,14 @@ def spread_parameters(
 
 
 def optimizer_state(optimizer: Optimizer, ownership: Ownership, world: ProcessGroup) -> dict[str, Any]:
-    """The state of the optimizer of the whole module on global rank 0; empty elsewhere. Every rank calls it."""
+    """The state of the whole module's optimizer on global rank 0, of its own part elsewhere. Every rank calls it."""
     state = optimizer.state_dict()
     owners = [ownership.owner(parameter) for parameter in _parameters(optimizer)]
     if ownership.rank != 0:
         own = {index: value for index, value in state["state"].items() if owners[index] == ownership.rank}
         if ownership.rank in owners:
             send_tree(own, 0, world)
-        return {}
+        return state
     merged = {index: value for index, value in state["state"].items() if owners[index] == 0}
     for rank in sorted(set(owners) - {0}):
         merged |= receive_tree(rank, world)

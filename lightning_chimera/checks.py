@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
+from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -227,6 +228,41 @@ def check_metrics(module: LightningModule) -> None:
                 " step, where each rank runs its own part of the pipeline: leave it out. What a step logs is of all"
                 " ranks without it."
             )
+
+
+def check_hyperparameters(module: LightningModule) -> None:
+    """Refuses hyperparameters that hold the model: what is cut can't be put into a checkpoint as an object.
+
+    Raises:
+        MisconfigurationException: There is one.
+    """
+    own = set(map(id, module.parameters()))
+    for name, value in module.hparams.items():
+        if isinstance(value, nn.Module) and any(id(parameter) in own for parameter in value.parameters()):
+            raise MisconfigurationException(
+                f"The hyperparameter {name!r} of {type(module).__name__} is a model that the module trains. Checkpoints"
+                " would hold it as an object, of which a rank of a pipeline has its own stages only; its weights are"
+                f" saved anyway. Call self.save_hyperparameters(ignore=[{name!r}])."
+            )
+
+
+def check_buffers(changed: Sequence[Sequence[str]]) -> None:
+    """Refuses training steps that change buffers, which they do for each microbatch and on the last stage only.
+
+    Args:
+        changed: For each rank the names of those that a step has changed.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    names = sorted(set().union(*changed))
+    if names:
+        raise RuntimeError(
+            f"A training step changed the buffer {names[0]!r}. In a pipeline the step runs once for each microbatch,"
+            " and behind the model's call on the last stage only, so the buffer would be another one on each rank, and not"
+            " that of a whole batch. In place of a batch norm use LayerNorm or GroupNorm, or call its eval() in"
+            " on_train_epoch_start; change a buffer of your own in on_train_batch_end."
+        )
 
 
 def check_trainer(precision: Precision, *, sync_batchnorm: bool) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_chimera import checkpoint
-from lightning_chimera.checks import check_built, check_groups, recomputed_stages
+from lightning_chimera.checks import check_buffers, check_built, check_groups, recomputed_stages
 from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.deferral import Splitter
 from lightning_chimera.partition.ownership import Ownership
@@ -178,6 +178,7 @@ class Engine:
         self.is_cut = True
         self.in_step = False
         self._head_loss = runner.anatomy.head_loss
+        self._is_of_model: Callable[[str], bool] = lambda name: runner.anatomy.layer_of(name) is not None
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
         self._present: set[int] = set()
         self._is_summed = True
@@ -272,13 +273,21 @@ class Engine:
             return scale(loss * (share / accumulate)) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
+        before = self._buffers()
         with self._stepping(), silent(self.module), self._apart():
             self.pipeline.train(microbatches, call)
-        gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized))
-        shared, used, groups = zip(*gathered, strict=True)
+        changed = [name for name, state in self._buffers().items() if state != before.get(name, state)]
+        gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized, changed))
+        shared, used, groups, buffers = zip(*gathered, strict=True)
         check_groups(groups)
+        check_buffers(buffers)
         self._present = set(chain.from_iterable(used))
         return self._join(sorted(chain.from_iterable(shared), key=lambda part: part.place), weights.total_rows)
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each buffer of the user's own is, and how often it was changed in place."""
+        named = self.module.named_buffers()
+        return {name: (id(buffer), buffer._version) for name, buffer in named if not self._is_of_model(name)}
 
     def _split(self, batch: Batch) -> list[Microbatch]:
         """Splits a batch, as the module says if it does; those of several loaders each by its own rows."""
@@ -486,13 +495,13 @@ class Engine:
         return Timeline("measured", len(positions), moved, labels)
 
     def module_state(self) -> dict[str, Any]:
-        """The whole module's state on global rank 0, nothing elsewhere."""
+        """The whole module's state on global rank 0, its names elsewhere."""
         if not self.is_cut:
-            return self.module.state_dict() if self.topology.global_rank == 0 else {}
+            return self.module.state_dict()
         return checkpoint.module_state(self.module, self.ownership, self.groups.world)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on global rank 0, nothing elsewhere."""
+        """The whole optimizer's state on global rank 0, that of this rank's part elsewhere."""
         return checkpoint.optimizer_state(optimizer, self.ownership, self.groups.world)
 
     @contextmanager
@@ -537,7 +546,7 @@ class Engine:
         return ownership
 
     def copy_state(self, copy: nn.Module, ownership: Ownership) -> dict[str, Any]:
-        """The whole state of a copy that is cut on global rank 0, nothing elsewhere."""
+        """The whole state of a copy that is cut on global rank 0, its names elsewhere."""
         return checkpoint.module_state(copy, ownership, self.groups.world)
 
     def fill_copy(self, copy: nn.Module, ownership: Ownership) -> None:

@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from lightning_chimera.checks import (
     check_cuts_type,
     check_evaluations,
     check_fixed_schedule,
+    check_hyperparameters,
     check_metrics,
     check_module,
     check_optimizers,
@@ -55,7 +57,7 @@ from lightning_chimera.checks import (
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
-from lightning_chimera.partition.anatomy import Anatomy, find_anatomy
+from lightning_chimera.partition.anatomy import Anatomy, find_anatomy, holds_a_model
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
@@ -266,8 +268,10 @@ class ChimeraStrategy(ParallelStrategy):
         check_module(module)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         check_metrics(module)
+        check_hyperparameters(module)
         check_trainer(self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
-        if type(module).configure_model is LightningModule.configure_model:  # else the model is not there yet
+        is_made_later = is_overridden("setup", module) and not holds_a_model(module)
+        if not is_made_later and not is_overridden("configure_model", module):
             self._choose_cuts(module, find_anatomy(module))
 
     @override
@@ -645,7 +649,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on global rank 0; every rank must call it.
+        """The whole module's state on global rank 0, its names elsewhere; every rank must call it.
 
         Raises:
             RuntimeError: The run has failed, on this rank only.

@@ -164,6 +164,11 @@ def find_anatomy(module: nn.Module) -> Anatomy:
     )
 
 
+def holds_a_model(module: nn.Module) -> bool:
+    """Whether there is a HuggingFace model in a user's module already."""
+    return any(isinstance(part, PreTrainedModel) for part in module.modules())
+
+
 def _holds(outer: str, inner: str) -> bool:
     """Whether a module is another or holds it, by their names."""
     return outer == inner or _below(inner, outer) is not None

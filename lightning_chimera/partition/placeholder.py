@@ -29,7 +29,7 @@ _HARMLESS = {
         torch.is_floating_point,
         torch.numel,
     )
-} | {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "__reduce_ex__"}
+} | {"__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__"}
 
 
 _IN_PLACE = {
@@ -65,6 +65,14 @@ class _Absent(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says what it is instead of numbers."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be saved: the file would lack the numbers.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise self.refuse("torch.save")
 
     @classmethod
     def refuse(cls, name: str) -> RuntimeError:
@@ -131,7 +139,9 @@ class Placeholder(_Absent, nn.Parameter):
             f"{name}() was called on a parameter that another rank of the pipeline holds. A rank has the parameters"
             " of its own stages only: use those for which `not parameter.is_meta`, or wrap the code in"
             " `with trainer.strategy.full_parameters():`, on all ranks, to have the whole model for a while. A"
-            " penalty on weights belongs into the optimizer (weight_decay)."
+            " penalty on weights belongs into the optimizer (weight_decay), new values into setup() or"
+            " configure_model(), and weights that a step uses besides the model's call into a layer of the module that is tied to them"
+            " (self.head.weight = self.model.get_input_embeddings().weight)."
         )
 
 

@@ -47,7 +47,7 @@ def make_module(seed: int = 0) -> Adam:
 
 def loader_for(cell: Cell, replicas: int | None = None) -> Any:
     """An epoch; one process takes the batches of as many replicas together."""
-    union = (replicas or 1) if cell.schedule == "plain" else cell.replicas
+    union = (replicas or cell.replicas) if cell.schedule == "plain" else cell.replicas
     batch = ROWS * union if cell.schedule == "plain" else ROWS
     return make_loader(make_rows("gpt2", BATCHES * ROWS * union), batch)
 
@@ -241,3 +241,33 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_names(world: World, tmp
     world.run(save, PLAIN, str(path), size=1)
     with pytest.raises(RankFailed, match=r"(?s)Missing key.*transformer\.h\.4\.ln_1\.weight"):
         world.run(resume_other, Cell("1f1b", 2), str(path), size=2)
+
+
+class LeavesOut(LanguageModule):
+    """Keeps a frozen table out of checkpoints, halves the rest, and saves numbers of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        del state["model.transformer.wpe.weight"]
+        checkpoint["state_dict"] = {name: value.half() for name, value in state.items()}
+        checkpoint["numbers"] = sum(value.numel() for value in state.values())
+        checkpoint["optimizer_states"][0].pop("state")
+
+
+def save_what_is_left(cell: Cell, path: str) -> None:
+    torch.manual_seed(0)
+    trainer = trainer_for(cell, max_steps=2)
+    trainer.fit(LeavesOut().double(), loader_for(cell))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.contract("The module", "`on_save_checkpoint` takes entries out of the checkpoint, or changes them")
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_a_hook_may_change_what_is_saved(world: World, tmp_path: Path, cell: Cell) -> None:
+    plain, piped = tmp_path / "plain.ckpt", tmp_path / "piped.ckpt"
+    world.run(save_what_is_left, replace(PLAIN, replicas=cell.replicas), str(plain), size=1)
+    world.run(save_what_is_left, cell, str(piped), size=cell.size)
+    expected, found = load(plain), load(piped)
+    assert found["numbers"] == expected["numbers"] > 0
+    assert found["state_dict"].keys() == expected["state_dict"].keys()
+    torch.testing.assert_close(found["state_dict"], expected["state_dict"])

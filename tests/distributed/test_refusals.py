@@ -1,6 +1,7 @@
 """Steps that would train something else than one process does are refused."""
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import BertForPreTraining
 import lightning_chimera
 
 from .fidelity import Cell, Experiment, Make, check, make_trainer, train, usual, usual_rows
-from .users import LanguageModule, Row, make_loader, make_rows
+from .users import LENGTH, VOCABULARY, LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
 FEW = Cell("1f1b", 2)
@@ -296,3 +297,93 @@ def test_a_compiled_module_is_refused(world: World) -> None:
     )
     with pytest.raises(RankFailed, match=said):  # by Lightning itself
         world.run(train_compiled, size=1)
+
+
+# ---------------------------------------------------------------------------------------- what a module has besides
+
+
+class Normalizes(LanguageModule):
+    """Has a batch norm on the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.norm = nn.BatchNorm1d(VOCABULARY)
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.norm(self.model(**batch).logits[:, 0]).logsumexp(-1).mean()
+
+
+class Counts(LanguageModule):
+    """Counts its steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        self.count = self.count + 1
+        return super().training_step(batch, batch_idx)
+
+
+def error_of(cell: Cell, make: Make) -> str:
+    try:
+        train(cell, make)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def without_labels(cell: Cell) -> Experiment:
+    rows = [{"input_ids": row["input_ids"]} for row in usual_rows(cell, padded=False)]
+    return usual(cell, Normalizes(), rows)
+
+
+@pytest.mark.contract(
+    "The module", "a batch norm that trains, or any other buffer that a training step changes", "refused"
+)
+@pytest.mark.parametrize(("make", "name"), [(without_labels, r"norm\."), (Counts, "count")])
+def test_a_buffer_that_a_training_step_changes_is_refused_on_every_rank(world: World, make: Make, name: str) -> None:
+    for rank, error in enumerate(world.run(error_of, FEW, make, size=2)):
+        assert re.match(rf"A training step changed the buffer '{name}.*on_train_batch_end", error), f"{rank}: {error}"
+
+
+class CountsBatches(Counts):
+    """Has a frozen norm, and counts in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def on_train_epoch_start(self) -> None:
+        self.norm.eval()
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        return self.model(**batch).loss + self.norm(batch["input_ids"].double()).sum() * 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.count += 1
+
+
+def counts_batches(cell: Cell) -> Experiment:
+    return usual(cell, CountsBatches(), usual_rows(cell, padded=False))
+
+
+@pytest.mark.contract("The module", "buffers that hooks change, and batch norms in `eval()`")
+def test_a_buffer_that_a_hook_changes_is_no_error(world: World) -> None:
+    check(world, FEW, counts_batches)
+
+
+class KeepsTheModelAsAHyperparameter(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"model": self.model})
+
+
+@pytest.mark.contract(
+    "The module", "`save_hyperparameters()` that keeps the model: `save_hyperparameters(ignore=[...])`", "refused"
+)
+def test_a_model_among_the_hyperparameters_is_refused(world: World) -> None:
+    with pytest.raises(
+        RankFailed, match=r"hyperparameter 'model' of Keeps.*save_hyperparameters\(ignore=\['model'\]\)"
+    ):
+        world.run(train, FEW, KeepsTheModelAsAHyperparameter, size=2)

@@ -350,6 +350,25 @@ def test_a_model_may_be_made_in_configure_model(world: World) -> None:
         torch.testing.assert_close(seen.after, plain.after, rtol=1e-9, atol=1e-12)
 
 
+class MadeInSetup(LanguageModule):
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        del self.model
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "model"):
+            torch.manual_seed(0)
+            self.model = make_model("gpt2")
+
+
+@pytest.mark.contract("The module", "a model made in `setup`")
+def test_a_model_may_be_made_in_setup(world: World) -> None:
+    plain = train_plainly(world, CHIMERA.reference, MadeInSetup)
+    for seen in world.run(train, CHIMERA, MadeInSetup, size=4):
+        assert seen.after.keys() == plain.after.keys()
+        torch.testing.assert_close(seen.after, plain.after, rtol=1e-9, atol=1e-12)
+
+
 class Checkpointed(LanguageModule):
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """What a module asks of the whole model while a rank holds a part of it."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ class AveragesWeights(LanguageModule):
         self.average = [parameter.detach().cpu() * 0.5 for parameter in self.parameters()]
 
 
+class SavesWeights(LanguageModule):
+    """Saves the model by itself in mid-run."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Row, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            torch.save(self.model.state_dict(), io.BytesIO())
+
+
 def penalizes(cell: Cell) -> Experiment:
     return usual(cell, Penalizes(), usual_rows(cell, padded=False))
 
@@ -88,6 +97,7 @@ def penalizes(cell: Cell) -> Experiment:
             AveragesWeights,
             r"cpu\(\) was called on a parameter that another rank.*trainer\.strategy\.full_parameters\(\)",
         ),
+        (SavesWeights, r"torch\.save\(\) was called on a parameter that another rank.*full_parameters\(\)"),
     ],
 )
 def test_numbers_of_a_part_elsewhere_are_an_error_that_names_the_way(world: World, make: Make, message: str) -> None:
