@@ -259,8 +259,8 @@ def check_buffers(changed: Sequence[Sequence[str]]) -> None:
     if names:
         raise RuntimeError(
             f"A training step changed the buffer {names[0]!r}. In a pipeline the step runs once for each microbatch,"
-            " and behind the model's call on the last stage only, so the buffer would be another one on each rank, and not"
-            " that of a whole batch. In place of a batch norm use LayerNorm or GroupNorm, or call its eval() in"
+            " and behind the model's call on the last stage only, so the buffer would be another one on each rank, and"
+            " not that of a whole batch. In place of a batch norm use LayerNorm or GroupNorm, or call its eval() in"
             " on_train_epoch_start; change a buffer of your own in on_train_batch_end."
         )
 

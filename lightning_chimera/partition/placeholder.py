@@ -140,8 +140,8 @@ class Placeholder(_Absent, nn.Parameter):
             " of its own stages only: use those for which `not parameter.is_meta`, or wrap the code in"
             " `with trainer.strategy.full_parameters():`, on all ranks, to have the whole model for a while. A"
             " penalty on weights belongs into the optimizer (weight_decay), new values into setup() or"
-            " configure_model(), and weights that a step uses besides the model's call into a layer of the module that is tied to them"
-            " (self.head.weight = self.model.get_input_embeddings().weight)."
+            " configure_model(), and weights that a step uses besides the model's call into a layer of the module that"
+            " is tied to them (self.head.weight = self.model.get_input_embeddings().weight)."
         )
 
 
