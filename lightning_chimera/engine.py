@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,6 +138,16 @@ class _Part:
         """The same on the CPU, as it travels between ranks."""
         extras, grown = move_data_to_device((self.extras, self.grown), torch.device("cpu"))
         return _Part(self.place, self.loss.cpu(), self.report.on_cpu(), extras, grown, self.counts)
+
+
+class _Buffer(NamedTuple):
+    """A buffer, and how often it had been changed in place."""
+
+    tensor: Tensor
+    version: int
+
+    def is_same(self, other: "_Buffer") -> bool:
+        return self.tensor is other.tensor and self.version == other.version
 
 
 class Engine:
@@ -276,7 +286,7 @@ class Engine:
         before = self._buffers()
         with self._stepping(), silent(self.module), self._apart():
             self.pipeline.train(microbatches, call)
-        changed = [name for name, state in self._buffers().items() if state != before.get(name, state)]
+        changed = [name for name, now in self._buffers().items() if not now.is_same(before.get(name, now))]
         gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized, changed))
         shared, used, groups, buffers = zip(*gathered, strict=True)
         check_groups(groups)
@@ -284,10 +294,14 @@ class Engine:
         self._present = set(chain.from_iterable(used))
         return self._join(sorted(chain.from_iterable(shared), key=lambda part: part.place), weights.total_rows)
 
-    def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Which tensor each buffer of the user's own is, and how often it was changed in place."""
+    def _buffers(self) -> dict[str, "_Buffer"]:
+        """The buffers of the user's own as they are now."""
         named = self.module.named_buffers()
-        return {name: (id(buffer), buffer._version) for name, buffer in named if not self._is_of_model(name)}
+        return {
+            name: _Buffer(buffer, 0 if buffer.is_inference() else buffer._version)
+            for name, buffer in named
+            if not self._is_of_model(name)
+        }
 
     def _split(self, batch: Batch) -> list[Microbatch]:
         """Splits a batch, as the module says if it does; those of several loaders each by its own rows."""

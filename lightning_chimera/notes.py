@@ -4,14 +4,28 @@ The step goes on behind the model call on one rank only, so what it appends to `
 there must be brought to the others, as if they had run it.
 """
 
+import copy
+import operator
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple)
+_COPIED = (set, deque, np.ndarray)
+_FOLLOWED = (*_PLAIN, *_COPIED, list, dict)
+
+_LARGEST_ARRAY = 1 << 20
+"""Bytes of the largest array that is followed, since a copy of it is compared after each step."""
+
+_LIBRARIES = {"torch", "lightning", "transformers", "tokenizers", "datasets", "torchmetrics", "builtins"}
+"""Whose objects are not a user's collections, and may be large."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,13 @@ class _Value:
     version: int
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A set, a deque or an array as it was."""
+
+    value: Any
+
+
 class Set(NamedTuple):
     """A change: another value."""
 
@@ -56,6 +77,12 @@ class Updated(NamedTuple):
 
     entries: dict[Any, Any]
     removed: tuple[Any, ...]
+
+
+class Inside(NamedTuple):
+    """A change: attributes of an object of the user's own."""
+
+    attributes: Updated
 
 
 class Addition(NamedTuple):
@@ -121,7 +148,9 @@ def growing(module: nn.Module) -> Iterator[dict[str, list[Addition]]]:
 
 
 class Notes:
-    """The plain attributes of a module at one time: numbers, strings, tensors, and lists and dicts of them.
+    """What a module has noted at one time: numbers, strings, tensors, arrays, and collections of them.
+
+    They are attributes of the module, or of an object there that is the user's own.
 
     Args:
         attributes: The state of each.
@@ -133,13 +162,12 @@ class Notes:
     @classmethod
     def of(cls, module: nn.Module) -> "Notes":
         """The notes on a module now; names with an underscore are not a user's."""
-        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        return cls({name: _state(value) for name, value in public.items()})
+        return cls({name: _state_inside(value) for name, value in _public(module).items()})
 
     def changes(self, module: nn.Module) -> dict[str, Any]:
         """What has changed since, ready to travel."""
-        now = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        found = {name: _change(self._attributes.get(name), value) for name, value in now.items()}
+        now = _public(module)
+        found = {name: _change_inside(self._attributes.get(name), value) for name, value in now.items()}
         return {name: change for name, change in found.items() if change is not None}
 
     def apply(self, module: nn.Module, changes: Mapping[str, Any]) -> None:
@@ -148,15 +176,45 @@ class Notes:
             _apply(vars(module), name, change)
 
 
+def _public(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object in which a user may collect something; ``None`` for anything else."""
+    if isinstance(value, (*_FOLLOWED, nn.Module, Dataset, type, FunctionType, MethodType, ModuleType)):
+        return None
+    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _state_inside(value: Any) -> Any:
+    """How an attribute of the module is now, and the attributes of an object of the user's own."""
+    attributes = _attributes(value)
+    return _state(value) if attributes is None else _state(attributes)
+
+
+def _change_inside(before: Any, value: Any) -> Any:
+    """How an attribute of the module differs from its earlier state."""
+    attributes = _attributes(value)
+    if attributes is None:
+        return _change(before, value)
+    change = _change(before, attributes) if isinstance(before, _Dict) else None
+    return None if change is None else Inside(change)
+
+
 def _state(value: Any) -> Any:
     """How a value is now; ``None`` for one that is not followed."""
     if type(value) is list:
-        inside = {index: _state(item) for index, item in enumerate(value) if type(item) in (list, dict)}
+        inside = {index: _state(item) for index, item in enumerate(value) if isinstance(item, list | dict)}
         return _List(len(value), inside)
-    if type(value) is dict:
+    if isinstance(value, dict):
         return _Dict({key: _state(item) for key, item in value.items()})
     if isinstance(value, _PLAIN):
         return _Value(value, _version(value))
+    if isinstance(value, _COPIED) and not (isinstance(value, np.ndarray) and value.nbytes > _LARGEST_ARRAY):
+        return _Copy(copy.copy(value))
     return None
 
 
@@ -172,20 +230,33 @@ def _change(before: Any, value: Any) -> Any:
         inside = {index: change for index, change in inside.items() if change is not None}
         items = value[before.length :]
         return Grown(before.length, items, inside) if items or inside else None
-    if type(value) is dict and isinstance(before, _Dict):
+    if isinstance(value, dict) and isinstance(before, _Dict):
         entries = {key: _change(before.entries.get(key), item) for key, item in value.items()}
         entries = {key: change for key, change in entries.items() if change is not None}
         removed = tuple(key for key in before.entries if key not in value)
         return Updated(entries, removed) if entries or removed else None
     if isinstance(value, _PLAIN):
         return None if _is_same(before, value) else Set(value)
-    return Set(value) if type(value) in (list, dict) else None
+    if isinstance(before, _Copy) and type(before.value) is type(value) and _is_equal(before.value, value):
+        return None
+    if isinstance(value, np.ndarray) and value.nbytes > _LARGEST_ARRAY:
+        return None
+    return Set(value) if isinstance(value, (*_COPIED, list, dict)) else None
+
+
+def _is_equal(before: Any, value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        kinds = (before.shape, before.dtype) == (value.shape, value.dtype)
+        return kinds and bool(before.tobytes() == value.tobytes())
+    if isinstance(value, deque):
+        return len(before) == len(value) and all(map(operator.is_, before, value))
+    return bool(before == value)
 
 
 def _is_same(before: Any, value: Any) -> bool:
     if not isinstance(before, _Value):
         return False
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | tuple):
         return before.value is value and before.version == _version(value)
     return type(before.value) is type(value) and bool(before.value == value)
 
@@ -194,6 +265,11 @@ def _apply(container: Any, key: Any, change: Any) -> None:
     """Makes one change to an entry of a list, a dict or a module's attributes."""
     if isinstance(change, Set):
         container[key] = change.value
+    elif isinstance(change, Inside):
+        for name, inner in change.attributes.entries.items():
+            _apply(vars(container[key]), name, inner)
+        for name in change.attributes.removed:
+            vars(container[key]).pop(name, None)
     elif isinstance(change, Grown):
         grown = container[key]
         grown[change.length :] = change.items

@@ -1,8 +1,10 @@
 """A validation, test or predict step does on a batch what it does in one process, whatever it does before the model."""
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -256,3 +258,67 @@ def test_a_step_without_index_draws_anew_in_every_batch(world: World) -> None:
     ranks: list[Trained] = world.run(train, FEW, DrawsWithoutIndex, size=2)
     assert ranks[0].notes == ranks[1].notes
     assert len(set(ranks[0].notes[0])) == len(ranks[0].notes[0]) == 10 * FEW.microbatches
+
+
+# ------------------------------------------------------------------------------------- collections of the user's own
+
+
+class Evaluator:
+    """Counts what it is told, as an object of the user's own does."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.losses: list[float] = []
+
+    def add(self, loss: float, rows: int) -> None:
+        self.rows += rows
+        self.losses.append(loss)
+
+
+class CollectsInAnything(Validates):
+    """Collects the losses of a validation in collections of every kind, and uses each at its end on every rank."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.by_name: Any = defaultdict(list)
+        self.counter: Any = Counter()
+        self.queue: Any = deque(maxlen=3)
+        self.names: Any = set()
+        self.table: Any = np.zeros(2)
+        self.pairs: Any = ()
+        self.evaluator = Evaluator()
+
+    def validation_step(self, batch: Row, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss, rows = float(self.model(**batch).loss), len(batch["input_ids"])
+        self.by_name[f"loader{dataloader_idx}"].append(loss)
+        self.counter.update({"rows": rows})
+        self.queue.append(loss)
+        self.names.add(f"{dataloader_idx}-{batch_idx}")
+        self.table += (loss, rows)
+        self.pairs += ((loss, rows),)
+        self.evaluator.add(loss, rows)
+
+    def on_validation_epoch_end(self) -> None:
+        kept: dict[str, float] = {
+            "by_name": sum(self.by_name["loader1"]) / len(self.by_name["loader1"]),
+            "counter": self.counter["rows"],
+            "queue": sum(self.queue) / len(self.queue),
+            "names": len(self.names),
+            "table": self.table[0] / self.table[1],
+            "pairs": sum(loss * rows for loss, rows in self.pairs),
+            "evaluator": sum(self.evaluator.losses) / self.evaluator.rows,
+        }
+        self.log_dict({f"val_{name}": float(value) for name, value in kept.items()})
+
+
+def collects_in_anything(cell: Cell) -> Experiment:
+    return validating(cell, CollectsInAnything(), 13, 9)
+
+
+@pytest.mark.contract(
+    "The module",
+    "evaluation steps may collect in a `defaultdict`, `Counter`, `deque`, set, tuple, NumPy array, or in an object of"
+    " one's own",
+)
+@pytest.mark.parametrize("cell", [FEW, CHIMERA], ids=str)
+def test_collections_of_any_kind_are_shared_after_an_evaluation_step(world: World, cell: Cell) -> None:
+    check_validations(world, cell, collects_in_anything)

@@ -162,6 +162,51 @@ def test_microbatch_weight_makes_it_exact(world: World, cell: Cell) -> None:
     check(world, cell, WeighedTokenLoss)
 
 
+class MasksItsMean(LanguageModule):
+    """Leaves out what is padding by a mask of its own, so nothing in the batch says what its mean is over."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        ids, counts = batch["input_ids"], batch["attention_mask"][:, 1:]
+        logits = self.model(input_ids=ids, attention_mask=batch["attention_mask"]).logits
+        losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        return (losses * counts).sum() / counts.sum()
+
+
+class WeighsItsMask(MasksItsMean):
+    def microbatch_weight(self, batch: Row) -> Tensor:
+        return batch["attention_mask"][:, 1:].sum()
+
+
+def on_ids_and_masks(cell: Cell, module: LanguageModule) -> Experiment:
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in usual_rows(cell)]
+    return usual(cell, module, rows)
+
+
+def masks_its_mean(cell: Cell) -> Experiment:
+    return on_ids_and_masks(cell, MasksItsMean())
+
+
+def weighs_its_mask(cell: Cell) -> Experiment:
+    return on_ids_and_masks(cell, WeighsItsMask())
+
+
+@pytest.mark.contract("Loss", "means over a mask or by class weights of one's own, with a `microbatch_weight` hook")
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_a_mean_of_ones_own_is_exact_by_its_weight(world: World, cell: Cell) -> None:
+    check(world, cell, weighs_its_mask)
+
+
+@pytest.mark.contract(
+    "Loss",
+    "a loss of one's own that is no mean over rows (a mask's mean, class weights, a sum, in-batch negatives) is taken"
+    " as the mean of its values for the microbatches, as DDP takes the mean of its processes'",
+    "differs",
+)
+def test_a_mean_of_ones_own_without_its_weight_is_one_of_microbatches(world: World) -> None:
+    with pytest.raises(AssertionError, match="parameters changed otherwise"):
+        check(world, CHIMERA, masks_its_mean)
+
+
 class Coasting(LanguageModule):
     """Trains with momentum and decay. In a plain run it leaves out a batch without a label, whose loss is NaN."""
 
