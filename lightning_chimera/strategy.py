@@ -268,7 +268,8 @@ class ChimeraStrategy(ParallelStrategy):
         check_module(module)
         check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         check_metrics(module)
-        check_hyperparameters(module)
+        if trainer.checkpoint_callbacks:
+            check_hyperparameters(module)
         check_trainer(self.precision_plugin, sync_batchnorm=self._layer_sync is not None)
         is_made_later = is_overridden("setup", module) and not holds_a_model(module)
         if not is_made_later and not is_overridden("configure_model", module):

@@ -379,11 +379,17 @@ class KeepsTheModelAsAHyperparameter(LanguageModule):
         self.save_hyperparameters({"model": self.model})
 
 
+def keeps_the_model(cell: Cell) -> Experiment:
+    return usual(cell, KeepsTheModelAsAHyperparameter(), enable_checkpointing=True)
+
+
 @pytest.mark.contract(
-    "The module", "`save_hyperparameters()` that keeps the model: `save_hyperparameters(ignore=[...])`", "refused"
+    "The module",
+    "`save_hyperparameters()` that keeps the model in checkpoints: `save_hyperparameters(ignore=[...])`",
+    "refused",
 )
 def test_a_model_among_the_hyperparameters_is_refused(world: World) -> None:
     with pytest.raises(
         RankFailed, match=r"hyperparameter 'model' of Keeps.*save_hyperparameters\(ignore=\['model'\]\)"
     ):
-        world.run(train, FEW, KeepsTheModelAsAHyperparameter, size=2)
+        world.run(train, FEW, keeps_the_model, size=2)
