@@ -12,30 +12,36 @@ matrices as a full backward. Zero-bubble schedules fill their gaps with the seco
 Pipeline Parallelism", ICLR'24).
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 """Makes the output of a layer need a gradient where its input does not."""
 
+_ANCHORED = torch.autograd.graph.get_gradient_edge(_ANCHOR).node
+"""What a backward reaches that adds to parameters, and ``torch.autograd.grad`` of some tensors does not."""
 
-class _Left(NamedTuple):
+
+class Left(NamedTuple):
     """What is left to do for one call of a layer.
 
     Attributes:
-        layer: The layer.
+        weight: The weight of the layer.
+        bias: Its bias, if it has one.
+        is_transposed: Whether the weight has a row for each input, as that of ``Conv1D``.
         entered: What entered it, as it was multiplied.
         gradient: The gradient of what came out.
     """
 
-    layer: nn.Linear | Conv1D
+    weight: Tensor
+    bias: Tensor | None
+    is_transposed: bool
     entered: Tensor
     gradient: Tensor
 
@@ -44,11 +50,11 @@ class WeightGradients:
     """The gradients of weights that one backward has left for later."""
 
     def __init__(self) -> None:
-        self._left: list[_Left] = []
+        self._left: list[Left] = []
 
-    def add(self, layer: nn.Linear | Conv1D, entered: Tensor, gradient: Tensor) -> None:
+    def add(self, left: Left) -> None:
         """Leaves the weight of one call of a layer for later."""
-        self._left.append(_Left(layer, entered, gradient))
+        self._left.append(left)
 
     def accumulate(self) -> None:
         """The second half: adds them to ``.grad``, in the order of the backward, and gives back what they needed."""
@@ -62,18 +68,16 @@ class Splitter:
     """Splits backwards at the linear layers of some modules.
 
     Args:
-        modules: What a stage runs. Split are plain linear layers whose forward nobody has changed.
+        modules: What a stage runs. Split are plain linear layers, where nobody has put a forward of their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._forwards = {
-            layer: self._split(layer)
+        self._forwards = [
+            _Forward(layer)
             for module in modules
             for layer in module.modules()
             if isinstance(layer, nn.Linear | Conv1D) and type(layer) in (nn.Linear, Conv1D)
-            if "forward" not in vars(layer)
-        }
-        self._later = WeightGradients()
+        ]
 
     @contextmanager
     def into(self, later: WeightGradients) -> Iterator[None]:
@@ -82,40 +86,69 @@ class Splitter:
         Args:
             later: Where to leave the gradients of the weights.
         """
-        self._later = later
-        for layer, forward in self._forwards.items():
-            layer.__dict__["forward"] = forward
+        shadowed = [forward for forward in self._forwards if "forward" not in vars(forward.layer)]
+        for forward in shadowed:
+            forward.later = later
+            forward.layer.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for layer in self._forwards:
-                layer.__dict__.pop("forward", None)
+            for forward in shadowed:
+                forward.layer.__dict__.pop("forward", None)
 
-    def _split(self, layer: nn.Linear | Conv1D) -> Callable[[Tensor], Tensor]:
-        """The forward of a layer, with a backward that leaves the gradient of its weight for later."""
-        plain = layer.forward
 
-        def forward(entered: Tensor) -> Tensor:
-            weight: Tensor = layer.weight
-            bias: Tensor | None = layer.bias
-            # One that is made of others has a graph of its own, which a backward for each use would walk twice.
-            made = not weight.is_leaf or (bias is not None and not bias.is_leaf)
-            if made or not weight.requires_grad or not torch.is_grad_enabled():
-                return plain(entered)
-            # Detached: the node that adds to a weight would else run in the first half too, and call the user's hooks.
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
-            kind = entered.device.type
-            if torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
-                entered, weight = entered.to(dtype), weight.to(dtype)
-                bias = None if bias is None else bias.to(dtype)
-            matrix = weight.t() if isinstance(layer, Conv1D) else weight
-            left: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                entered, matrix, bias, _ANCHOR, partial(self._later.add, layer)
-            )
-            return left
+class _Forward:
+    """The forward of a layer, with a backward that leaves the gradient of its weight for later.
 
-        return forward
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Linear | Conv1D) -> None:
+        self.layer = layer
+        self.later = WeightGradients()
+        self._plain = layer.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        weight: Tensor = self.layer.weight
+        bias: Tensor | None = self.layer.bias
+        # One that is made of others has a graph of its own, which a backward for each use would walk twice.
+        made = not weight.is_leaf or (bias is not None and not bias.is_leaf)
+        # What torch.func transforms has no backward of its own.
+        transformed = torch._C._are_functorch_transforms_active()
+        if made or transformed or not weight.requires_grad or not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)
+        (entered,) = (*args, *kwargs.values())
+        return _split(entered, weight, bias, self.later, is_transposed=isinstance(self.layer, Conv1D))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
+        """The layer's own forward, of a layer that is copied inside of a step."""
+        return copy.deepcopy(self._plain, memo)
+
+
+def _split(
+    entered: Tensor, weight: Tensor, bias: Tensor | None, later: WeightGradients, *, is_transposed: bool
+) -> Tensor:
+    """What a layer gives, as autocast has it."""
+
+    def leave(entered: Tensor, gradient: Tensor) -> None:
+        later.add(Left(weight, bias, is_transposed, entered, gradient))
+
+    # Detached: the node that adds to a weight would else run in the first half too, and call the user's hooks.
+    matrix = weight.detach().t() if is_transposed else weight.detach()
+    added = None if bias is None else bias.detach()
+    kind = entered.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        entered, matrix = _cast(entered, dtype), _cast(matrix, dtype)
+        added = None if added is None else _cast(added, dtype)
+    left: Tensor = _Linear.apply(entered, matrix, added, _ANCHOR, leave)  # type: ignore[no-untyped-call]
+    return left
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as autocast multiplies it, which leaves double precision alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -128,25 +161,32 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         anchor: Tensor,
-        later: Callable[[Tensor, Tensor], None],
+        leave: Callable[[Tensor, Tensor], None],
     ) -> Tensor:
         ctx.save_for_backward(entered, weight)
-        ctx.later = later
-        return nn.functional.linear(entered, weight, bias)
+        ctx.leave = leave
+        # Its data: torch refuses to change a view from in here in place, as some activations do.
+        return nn.functional.linear(entered, weight, bias).data
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The step differentiates a gradient (create_graph=True) through a linear layer, whose backward this"
+                " schedule runs in two halves: it has one derivative only. Use a schedule whose backward is not split,"
+                " such as chimera, 1f1b or interleaved."
+            )
         entered, weight = ctx.saved_tensors
-        ctx.later(entered.detach(), gradient)
+        if torch._C._will_engine_execute_node(_ANCHORED):
+            ctx.leave(entered.detach(), gradient)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
-def _accumulate(left: _Left) -> None:
+def _accumulate(left: Left) -> None:
     """Adds the gradients of a layer's weight and bias, as autograd would."""
     entered, gradient = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (left.entered, left.gradient))
-    factors = (entered.t(), gradient) if isinstance(left.layer, Conv1D) else (gradient.t(), entered)
-    weight, bias = left.layer.weight, left.layer.bias
+    factors = (entered.t(), gradient) if left.is_transposed else (gradient.t(), entered)
+    weight, bias = left.weight, left.bias
     if _is_plain(weight) and weight.grad is not None and weight.grad.dtype == gradient.dtype:
         weight.grad.addmm_(*factors)  # one pass over the weight, where a full backward takes two
     else:

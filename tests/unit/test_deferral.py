@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from lightning_chimera.partition.deferral import Splitter, WeightGradients
+from lightning_chimera.partition.deferral import Left, Splitter, WeightGradients
 
 WIDTH = 6
 
@@ -68,6 +68,39 @@ class HasFrozenWeights(Block):
         self.down.bias.requires_grad_(False)
 
 
+class NamesTheInput(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(input=torch.tanh(self.up(x=self.norm(hidden))))
+
+
+class ChangesWhatALayerGave(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.up(self.norm(hidden)).tanh_()).relu_()
+
+
+class DifferentiatesOnTheWay(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.norm(hidden).requires_grad_()
+        out = self.down(torch.tanh(self.up(inner)))
+        (slope,) = torch.autograd.grad(out.sum(), inner, retain_graph=True)
+        return out * slope
+
+
+class TransformsALayer(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.func.vmap(self.down)(torch.tanh(self.up(self.norm(hidden))))
+
+
+class LendsALayerItsWeight(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        up = torch.tanh(self.up(self.norm(hidden)))
+        return self.down(up) + torch.func.functional_call(self.down, {"weight": self.lent}, (up,))
+
+
 class HasNoBias(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +132,11 @@ def gradients(block: nn.Module) -> dict[str, Tensor | None]:
         HasAWeightMadeOfOthers,
         HasFrozenWeights,
         HasNoBias,
+        NamesTheInput,
+        ChangesWhatALayerGave,
+        DifferentiatesOnTheWay,
+        TransformsALayer,
+        LendsALayerItsWeight,
     ],
 )
 @pytest.mark.parametrize("needs_input", [True, False])
@@ -165,6 +203,23 @@ def test_autocast_multiplies_in_its_own_type_and_adds_to_weights_in_theirs() -> 
         torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-2, msg=name)
 
 
+def test_autocast_leaves_double_precision_alone() -> None:
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(WIDTH, WIDTH).double(), torch.randn(5, WIDTH, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layer(hidden)
+        with Splitter([layer]).into(WeightGradients()):
+            assert torch.equal(layer(hidden), expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    block, hidden = Block(), torch.randn(5, WIDTH, requires_grad=True)
+    with Splitter([block]).into(WeightGradients()):
+        out = block(hidden).sum()
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*Use a schedule whose backward is not split"):
+            torch.autograd.grad(out, hidden, create_graph=True)
+
+
 def test_hooks_on_parameters_are_called_once_with_the_gradient() -> None:
     block, seen = Block(), []
     block.up.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
@@ -184,7 +239,7 @@ def test_what_the_second_half_has_used_is_given_back() -> None:
             freed.append(1)
 
     entered: Any = torch.randn(5, WIDTH).as_subclass(Watched)
-    later.add(layer, entered, torch.randn(5, WIDTH))
+    later.add(Left(layer.weight, layer.bias, False, entered, torch.randn(5, WIDTH)))
     del entered
     assert freed == []
     later.accumulate()
@@ -197,6 +252,23 @@ def test_layers_are_as_before_outside() -> None:
     with splitter.into(WeightGradients()):
         assert "forward" in vars(block.up)
     assert "forward" not in vars(block.up)
+
+
+def test_a_forward_of_ones_own_is_left_alone_whenever_it_came() -> None:
+    block = Block()
+    splitter = Splitter([block])
     block.down.__dict__["forward"] = own = lambda hidden: hidden[..., :WIDTH]
-    with Splitter([block]).into(WeightGradients()):
+    for each in (splitter, Splitter([block])):
+        with each.into(WeightGradients()):
+            assert vars(block.down)["forward"] is own
         assert vars(block.down)["forward"] is own
+
+
+def test_a_layer_that_is_copied_inside_runs_with_the_copy() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    with Splitter([layer]).into(WeightGradients()):
+        copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.ones(1, WIDTH)).any()
