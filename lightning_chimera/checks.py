@@ -150,6 +150,26 @@ def check_built(schedule: Any, num_stages: int, num_microbatches: int) -> Schedu
     return schedule
 
 
+def check_placed(schedule: Schedule, usual: Schedule) -> Schedule:
+    """Refuses a schedule that has the stages elsewhere than they are.
+
+    Args:
+        schedule: The schedule of a batch of another number of microbatches.
+        usual: What the module was cut for.
+
+    Raises:
+        ValueError: It has.
+    """
+    if schedule.placement != usual.placement:
+        raise ValueError(
+            f"The schedule's builder places the stages otherwise for {schedule.num_microbatches} microbatches"
+            f" ({schedule.name!r}, {schedule.num_stages} stages, {schedule.num_pipes} pipes), which a batch of few rows"
+            f" needs, than for {usual.num_microbatches} ({usual.name!r}, {usual.num_stages} stages, {usual.num_pipes}"
+            " pipes). Place them alike for every number, or leave such batches out (DataLoader(drop_last=True))."
+        )
+    return schedule
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Refuses a value that is not among the choices.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_chimera import checkpoint
-from lightning_chimera.checks import check_buffers, check_built, check_groups, recomputed_stages
+from lightning_chimera.checks import check_buffers, check_built, check_groups, check_placed, recomputed_stages
 from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.deferral import Splitter
 from lightning_chimera.partition.ownership import Ownership
@@ -78,8 +78,14 @@ class Layout:
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The training schedule, checked."""
-        sizes = self.topology.num_positions, num_microbatches or self.num_microbatches
-        build = self.build if sizes[1] == self.num_microbatches or self.build_short is None else self.build_short
+        if num_microbatches in (None, self.num_microbatches):
+            return self._built(self.build, self.num_microbatches)
+        assert num_microbatches is not None
+        schedule = self._built(self.build_short or self.build, num_microbatches)
+        return check_placed(schedule, self.schedule())
+
+    def _built(self, build: Builder, num_microbatches: int) -> Schedule:
+        sizes = self.topology.num_positions, num_microbatches
         return check_built(build(*sizes), *sizes)
 
 

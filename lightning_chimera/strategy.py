@@ -254,7 +254,8 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        self.layout.schedule()  # sizes that do not fit are refused before any process is started
+        # Sizes that do not fit are refused before any process is started.
+        recomputed_stages(self._recompute, self.layout.schedule().num_stages)
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(

@@ -114,8 +114,8 @@ class Pipeline:
             microbatches: The microbatches, or their halves where the schedule runs backwards in halves.
             call: The user's step.
         """
-        # Parts that do not pair up, of a batch with few rows, run as microbatches with whole backwards.
-        parts = 2 if self._halves and len(microbatches) % 2 == 0 else 1
+        # Parts that do not pair up, of a batch with few rows say, run as microbatches with whole backwards.
+        parts = 2 if self._halves and _pair_up(microbatches) else 1
         lowered = self._lowered(len(microbatches) // parts, halves=parts == 2)
         splitters = self._splitters if lowered.schedule.split_backward else {}
         work = _Training(
@@ -370,6 +370,15 @@ class _Held:
     entered: Tensor | None
     left: Tensor | None
     later: WeightGradients
+
+
+def _pair_up(microbatches: Sequence[Microbatch]) -> bool:
+    """Whether every two parts can be one message: they differ in nothing but their rows, not in their length say."""
+    shapes = [
+        [None if known is None else (known[0][1:], known[1]) for known in microbatch.signature()]
+        for microbatch in microbatches
+    ]
+    return shapes[::2] == shapes[1::2]
 
 
 def _given(tensor: Tensor, _boundary: Boundary) -> Tensor:

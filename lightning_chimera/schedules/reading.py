@@ -31,7 +31,7 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
         OSError: if the file cannot be read.
     """
     path = Path(path)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")  # spreadsheets put a mark in front
     try:
         schedule = Schedule.parse(text) if text.startswith("name,") else parse_table(path.stem, text)
     except ValueError as error:

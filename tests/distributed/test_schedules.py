@@ -8,12 +8,12 @@ import lightning as L
 import pytest
 
 from lightning_chimera import ChimeraStrategy
-from lightning_chimera.schedules import SCHEDULES, Schedule, chimera_split, v_half
+from lightning_chimera.schedules import SCHEDULES, Schedule, chimera_split, one_f_one_b, v_half, zb_v
 
 from .fidelity import Cell, Make, check, make_trainer, same_changes, train
 from .test_steps import Checkpointed, all_but_the_head_frozen, dropout, few_rows, first_stage_frozen, lengths_change
-from .users import LanguageModule, make_loader, make_rows
-from .world import World
+from .users import LanguageModule, Row, make_loader, make_rows
+from .world import RankFailed, World
 
 FIRST = ("chimera", "gpipe", "1f1b")
 """Those of the fidelity matrix."""
@@ -78,6 +78,30 @@ def test_a_schedule_may_be_replicated(world: World, replicated: Cell) -> None:
 @pytest.mark.parametrize("cell", [HALVES, OUT_OF_ORDER, V, INTERLEAVED], ids=str)
 def test_batches_may_be_short_and_of_changing_lengths(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
+
+
+class SplitsToLengths(LanguageModule):
+    """Gives every row the length that it needs."""
+
+    def microbatch_split(self, batch: Row, num_microbatches: int) -> list[Row]:
+        lengths = [max(2, int(mask.sum())) for mask in batch["attention_mask"]]
+        return [
+            {key: value[row : row + 1, :length] for key, value in batch.items()} for row, length in enumerate(lengths)
+        ]
+
+
+def test_parts_of_different_lengths_run_backwards_that_are_not_halved(world: World) -> None:
+    check(world, HALVES, SplitsToLengths)
+
+
+def moves_the_stages(ranks: int, microbatches: int) -> Schedule:
+    return (zb_v if microbatches >= 4 else one_f_one_b)(ranks, microbatches)
+
+
+def test_a_builder_that_places_stages_elsewhere_for_few_rows_is_refused(world: World) -> None:
+    cell = Cell("zb_v", 2, strategy=(("schedule", moves_the_stages),))
+    with pytest.raises(RankFailed, match=r"places the stages otherwise for 3 microbatches .* Place them alike"):
+        world.run(train, cell, few_rows, size=2)
 
 
 # ------------------------------------------------------------------------------------------------- the split backward
@@ -184,3 +208,8 @@ def test_a_schedule_may_be_a_value(world: World) -> None:
 def test_options_that_a_schedule_does_not_take_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChimeraStrategy(**arguments)
+
+
+def test_recomputing_a_stage_that_is_not_there_is_refused_before_any_process_starts() -> None:
+    with pytest.raises(ValueError, match=r"recompute=\[4\]: there is no stage 4, they are 0 to 3"):
+        L.Trainer(accelerator="cpu", devices=2, strategy=ChimeraStrategy(schedule="zb_v", recompute=[4]), logger=False)

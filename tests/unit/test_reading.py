@@ -31,6 +31,7 @@ def test_every_schedule_is_read_from_either_form(name: str, tmp_path: Path) -> N
     schedule = SCHEDULES[name].build(4, 8)
     assert read_schedule(write(tmp_path, schedule.to_text())) == schedule
     assert read_schedule(write(tmp_path, table(schedule), f"{name}.csv")) == schedule
+    assert read_schedule(write(tmp_path, "\ufeff" + table(schedule), f"{name}.csv")) == schedule  # of a spreadsheet
 
 
 def test_idle_cells_and_blanks_around_actions_are_left_out() -> None:
