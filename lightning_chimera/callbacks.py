@@ -60,7 +60,7 @@ class PipelineTrace(Callback):
         self._written = True
         measured = strategy.timeline()
         if trainer.is_global_zero and measured is not None:
-            self._write(measured, strategy.layout.schedule(), Path(self.dirpath or trainer.default_root_dir))
+            self._write(measured, strategy.engine.pipeline.schedule, Path(self.dirpath or trainer.default_root_dir))
 
     @staticmethod
     def _write(measured: Timeline, schedule: Schedule, folder: Path) -> None:

@@ -102,6 +102,8 @@ class Pipeline:
         self._halves = usual.halved_backward
         self._training: dict[tuple[int, bool], Lowered] = {}
         self._evaluation: dict[int, Lowered] = {}
+        self.schedule = usual
+        """That of the last training step; a batch of few rows has one of its own."""
         self.spans: list[Span] = []
         """When the actions of the last training step ran."""
         self.peak_activations = 0.0
@@ -122,7 +124,7 @@ class Pipeline:
             self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call
         )
         self._executor.run(lowered, work)
-        self.spans = self._executor.spans
+        self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:

@@ -180,11 +180,11 @@ def _add_legend(figure: Figure, timelines: Sequence[Timeline], left: float) -> N
     handles.append(Patch(facecolor="white", edgecolor=_GREY, linewidth=0.6, label="bubble"))
     if any(timeline.syncs for timeline in timelines):
         handles.append(Patch(facecolor=_SYNC, label="all-reduce"))
-    anchor = (left / _WIDTH, 1 - 0.12 / figure.get_figheight())
-    figure.legend(
+    top = 1 - 0.12 / figure.get_figheight()
+    legend = figure.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=anchor,
+        bbox_to_anchor=(left / _WIDTH, top),
         ncols=len(handles) if len(handles) <= _LEGEND_COLUMNS else (len(handles) + 1) // 2,
         frameon=False,
         borderaxespad=0,
@@ -194,3 +194,6 @@ def _add_legend(figure: Figure, timelines: Sequence[Timeline], left: float) -> N
         handleheight=0.9,
         columnspacing=1.6,
     )
+    beyond = legend.get_window_extent().x1 / figure.dpi - (_WIDTH - _RIGHT)
+    if beyond > 0:  # long labels of ranks leave less room
+        legend.set_bbox_to_anchor(((left - beyond) / _WIDTH, top))

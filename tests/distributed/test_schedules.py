@@ -1,5 +1,7 @@
 """Every schedule changes every parameter as one process does."""
 
+import json
+from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import lightning as L
 import pytest
 
 from lightning_chimera import ChimeraStrategy
+from lightning_chimera.callbacks import PipelineTrace
 from lightning_chimera.schedules import SCHEDULES, Schedule, chimera_split, one_f_one_b, v_half, zb_v
 
 from .fidelity import Cell, Make, check, make_trainer, same_changes, train
@@ -181,6 +184,24 @@ def test_evaluation_takes_the_stages_where_they_are(world: World, cell: Cell) ->
         assert seen[0] == pytest.approx(plain[0], rel=1e-5)
         if cell.replicas == 1:
             assert seen[1:] == pytest.approx(plain[1:], rel=1e-4, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ a trace
+
+
+def traced(cell: Cell, folder: str) -> None:
+    callbacks = [PipelineTrace(folder, at_step=1)]
+    loader = make_loader(make_rows("gpt2", 6))
+    make_trainer(cell, max_steps=1, callbacks=callbacks).fit(LanguageModule(exact=False), loader)
+
+
+@pytest.mark.parametrize("cell", [Cell("zb_v", 2, microbatches=8), Cell("chimera_halving", 2)], ids=str)
+def test_a_trace_of_few_rows_is_beside_the_simulation_of_what_ran(world: World, tmp_path: Path, cell: Cell) -> None:
+    world.run(traced, cell, str(tmp_path), size=2)
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    counts = Counter(event["pid"] for event in events if event["ph"] == "X")
+    assert len(counts) == 4  # of two ranks, measured and simulated
+    assert len(set(counts.values())) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ one's own

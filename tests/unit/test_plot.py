@@ -104,6 +104,15 @@ def test_the_legend_names_the_parts_of_a_backward_and_all_reduces() -> None:
     assert labels(plot_timelines([timeline])) == [*words, "bubble", "all-reduce"]
 
 
+def test_the_whole_legend_is_in_the_picture_however_long_the_labels_are() -> None:
+    timeline = simulate(zb_v(4, 4))
+    named = dataclasses.replace(timeline, labels=("position 0 (global rank 0)",) * 4)
+    figure = plot_timelines([named])
+    box = figure.legends[0].get_window_extent()
+    assert len(labels(figure)) == 7
+    assert 0 < box.x0 < box.x1 < figure.bbox.x1
+
+
 def test_the_shade_of_a_cell_is_the_way_of_its_pipe() -> None:
     assert upward_stages(simulate(chimera(8, 8, pipes=4))) == {(pipe, s) for pipe in (2, 3) for s in range(8)}
     assert upward_stages(simulate(zb_v(4, 4))) == {(0, stage) for stage in range(4, 8)}
