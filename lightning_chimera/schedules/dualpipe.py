@@ -38,9 +38,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_chimera.schedules.action import Action, Kind, Placement, Schedule, check_counts
 from lightning_chimera.schedules.chimera import opposite_pipes
+from lightning_chimera.schedules.one_f_one_b import one_f_one_b
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT
 
@@ -49,17 +51,19 @@ Step = tuple[Kind, int]
 
 
 def dualpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return the DualPipe schedule.
+    """Return the DualPipe schedule; with one stage, which has nothing to pair, 1F1B.
 
     Raises:
         ValueError: if the number of stages or of microbatches is odd, or there are fewer than two microbatches a stage.
     """
     check_counts("dualpipe", num_stages, num_microbatches)
     placement = opposite_pipes("dualpipe", num_stages)
-    if num_microbatches % 2 or num_microbatches < 2 * num_stages or num_stages == 1:
+    if num_stages == 1:
+        return replace(one_f_one_b(num_stages, num_microbatches), name="dualpipe")
+    if num_microbatches % 2 or num_microbatches < 2 * num_stages:
         raise ValueError(
-            f"Schedule dualpipe needs at least two stages, and an even number of microbatches, at least twice as many"
-            f" as stages; got {num_stages} stages and {num_microbatches} microbatches."
+            f"Schedule dualpipe needs an even number of microbatches, at least twice as many as stages; got"
+            f" {num_microbatches} microbatches and {num_stages} stages."
         )
     half = num_microbatches // 2
     rows = []

@@ -58,6 +58,12 @@ COUNTED = ("causal", "masked", "tokens", "classes", "next_sentence", "choice", "
 STEPPING = 0.1
 
 
+OPPOSITE = {name for name in SCHEDULES if name.startswith("chimera")} | {"gems", "dualpipe"}
+"""Schedules whose pipes meet in the middle."""
+SEVERAL_STAGES = {"chimera_split_v", "dualpipe_v", "hanayo", "interleaved", "v_half", "v_min", "zb_v"}
+"""Schedules that give a rank two stages of a pipe."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """One configuration.
@@ -164,7 +170,16 @@ class Draw:
     @property
     def reference(self) -> Cell:
         """The layout of what it must equal: a plain training, or with dropout the one of a single stage."""
-        return replace(self.cell, schedule="gpipe", stages=1) if self.dropout else self.cell.reference
+        if not self.dropout:
+            return self.cell.reference
+        parts = self.microbatches * (2 if self.schedule == "chimera_halving" else 1)
+        return replace(self.cell, schedule="gpipe", stages=1, microbatches=parts)
+
+    @property
+    def model_stages(self) -> int:
+        """Into how many stages the model is cut: some schedules give a rank several."""
+        chunks = 2 if self.schedule in SEVERAL_STAGES else 1
+        return self.stages * chunks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -302,7 +317,7 @@ class Draw:
                 schedule=cell.schedule,
                 num_stages=cell.stages,
                 num_microbatches=cell.microbatches,
-                cuts=range(1, cell.stages + (self.cuts == "many")),
+                cuts=range(1, (self.model_stages if cell == self.cell else cell.stages) + (self.cuts == "many")),
                 print_plan=False,
                 timeout=30,
             )
@@ -621,16 +636,26 @@ def refusals(draw: Draw) -> list[str]:
     weighs_by_rows = draw.loss in ("rows", "tokens") or (draw.loss == "scaled" and not has_terms)
     table = [
         (draw.microbatches < 1, "num_microbatches=0: it must be a whole number of at least 1"),
-        (draw.schedule == "chimera" and draw.stages == 3, "needs an even number of stages.*Use 2 or 4 stages"),
-        (draw.cuts is None and draw.stages > draw.blocks, "can't be cut into . stages.*Use at most"),
-        (draw.cuts == "early" and draw.stages > draw.blocks, "do not cut . blocks? into . stages: give"),
+        (draw.schedule in OPPOSITE and draw.stages == 3, "needs an even number of stages.*Use 2 or 4 stages"),
+        (
+            draw.schedule == "dualpipe_v" and draw.microbatches < 2 * draw.stages,
+            "needs at least twice as many microbatches as ranks",
+        ),
+        (
+            draw.schedule == "dualpipe"
+            and draw.stages > 1
+            and (draw.microbatches % 2 == 1 or draw.microbatches < 2 * draw.stages),
+            "needs an even number of microbatches, at least twice as many as stages",
+        ),
+        (draw.cuts is None and draw.model_stages > draw.blocks, "can't be cut into . stages.*Use at most"),
+        (draw.cuts == "early" and draw.model_stages > draw.blocks, "do not cut . blocks? into . stages: give"),
         (draw.cuts == "many", "do not cut . blocks? into . stages: give"),
         (draw.misuse == "manual", "sets automatic_optimization=False.*needs automatic optimization"),
         (draw.misuse == "lbfgs", "LBFGS evaluates the step several times.*Use a first-order optimizer"),
         (draw.misuse == "several", "returned several optimizers.*give it several parameter groups"),
         (draw.misuse == "none", "training_step returned NoneType without a loss.*must return the loss"),
         (draw.misuse == "twice", "called more than once in one step.*compute everything from one call"),
-        (draw.misuse == "hidden" and draw.stages > 1, "output_hidden_states=True asks.*Leave output_hidden_states out"),
+        (draw.misuse == "hidden" and draw.model_stages > 1, "output_hidden_states=True asks.*Leave .* out"),
         (has_terms and gives_labels and draw.call == "tuple", "return_dict=False hides.*Leave return_dict out"),
         (has_terms and gives_labels and hides_labels, "the batch does not hold '.*Put the labels into it"),
         (weighs_by_rows and ignored, "labels hold -100.*Define `microbatch_weight"),

@@ -66,7 +66,7 @@ def test_an_error_on_one_rank_ends_all_and_is_on_the_screen(tmp_path: Path, modu
 BAD = {
     "a misspelt schedule": (
         {"schedule": "chimaera"},
-        r"no schedule 'chimaera'\. Known schedules: chimera, gpipe, 1f1b\. Did you mean 'chimera'\?",
+        r"no schedule 'chimaera'\. Known schedules: chimera, gpipe, 1f1b, .*\. Did you mean 'chimera'\?",
     ),
     "an odd number of stages": (
         {"devices": 3},
