@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 from lightning_chimera import ChimeraStrategy
 from lightning_chimera.callbacks import PipelineTrace
@@ -116,7 +117,24 @@ class CheckpointedTheOldWay(LanguageModule):
         self.model.gradient_checkpointing_enable({"use_reentrant": True})
 
 
-@pytest.mark.parametrize("make", [first_stage_frozen, all_but_the_head_frozen, Checkpointed, CheckpointedTheOldWay])
+class HandsOnViews(LanguageModule):
+    """What leaves a block is a part of a larger tensor, and not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.transformer.h:
+            block.register_forward_hook(lambda _block, _given, output: view_of(output))
+
+
+def view_of(output: Any) -> Any:
+    hidden = output[0] if isinstance(output, tuple) else output
+    view = torch.stack([hidden, -hidden], dim=-1)[..., 0]
+    return (view, *output[1:]) if isinstance(output, tuple) else view
+
+
+@pytest.mark.parametrize(
+    "make", [first_stage_frozen, all_but_the_head_frozen, Checkpointed, CheckpointedTheOldWay, HandsOnViews]
+)
 @pytest.mark.parametrize("cell", [SPLIT, V], ids=str)
 def test_a_split_backward_gives_every_gradient(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
