@@ -1,7 +1,8 @@
 """Point-to-point messages between neighbouring positions.
 
-One two-rank group per directed link carries that link's messages in the order that ``validate`` has proved, which is
-the order that NCCL needs; where the backend has tags (gloo) each message has its own. A send is only ever waited for
+One two-rank group per directed link carries that link's messages in the order in which they are sent: receives are
+posted in that order, as NCCL needs, whatever the order in which they are used. Where the backend has tags (gloo) each
+message has its own. A send is only ever waited for
 when its buffer is given back, a receive when its tensor is used.
 """
 
@@ -86,7 +87,8 @@ class Links:
             RuntimeError: A receive was posted for another shape than is expected now.
         """
         if message not in self._posted:
-            assert self._waiting[message.source].popleft() == message
+            first = self._waiting[message.source].popleft()
+            assert first == message
             self._receive_into_buffer(message, boundary)
         work, buffer = self._posted.pop(message)
         if (buffer.shape, buffer.dtype) != (boundary.shape, boundary.dtype):
