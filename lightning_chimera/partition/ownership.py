@@ -4,11 +4,12 @@ On the others a placeholder takes its place under its own name: optimizers and t
 and checkpoints see the whole model on every rank, and nothing that is missing ever gets a gradient.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_chimera.partition.placeholder import Placeholder
 from lightning_chimera.partition.stage import StageRunner
@@ -42,7 +43,8 @@ class Ownership:
         self.holders: dict[nn.Parameter, Ranks] = {
             parameter: ranks_of(sorted(used)) for parameter, used in stages.items()
         }
-        self._dropped: dict[int, Placeholder] = {}
+        # By the parameter itself and not by its id, which another one may have as soon as it is gone.
+        self._dropped: MutableMapping[Tensor, Placeholder] = WeakTensorKeyDictionary()
 
     def owner(self, parameter: nn.Parameter) -> int:
         """The global rank that counts a parameter where it must be counted once: its lowest holder."""
@@ -68,7 +70,7 @@ class Ownership:
             if self.rank not in ranks
         }
         self._replace(placeholders)
-        self._dropped = {id(parameter): placeholder for parameter, placeholder in placeholders.items()}
+        self._dropped = WeakTensorKeyDictionary(placeholders)
         self.holders = {placeholders.get(parameter, parameter): ranks for parameter, ranks in self.holders.items()}
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -79,7 +81,7 @@ class Ownership:
         """
         for group in optimizer.param_groups:
             group["params"] = [
-                parameter if parameter in self.holders else self._dropped.get(id(parameter), parameter)
+                parameter if parameter in self.holders else self._dropped.get(parameter, parameter)
                 for parameter in group["params"]
             ]
             strangers = sum(parameter not in self.holders for parameter in group["params"])
