@@ -5,6 +5,7 @@ The strategy tells it what Lightning wants; everything below knows neither Light
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, Traini
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.runtime.weights import LossWeights
 from lightning_chimera.schedules import Builder, Schedule
-from lightning_chimera.timeline import Timeline
+from lightning_chimera.timeline import SyncPolicy, Timeline, sync_order
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Layout:
         num_microbatches: Microbatches of a batch with enough rows.
         build_short: Makes the schedules for fewer microbatches, where it is not ``build``.
         recompute: What runs once more in the backward instead of being kept, as the strategy takes it.
+        gradient_sync: When the sums of gradients start.
     """
 
     topology: Topology
@@ -75,6 +77,7 @@ class Layout:
     num_microbatches: int
     build_short: Builder | None = None
     recompute: str | Sequence[int] | None = None
+    gradient_sync: SyncPolicy = SyncPolicy.LAZY
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The training schedule, checked."""
@@ -218,8 +221,9 @@ class Engine:
             {stage: Splitter(runner.modules_of(stage, module)) for stage in placement.stages_of(topology.position)},
             Recompute(recomputed_stages(layout.recompute, runner.num_stages), blocks=layout.recompute == "blocks"),
             (self.seed, topology.replica),
+            order := sync_order(layout.schedule(), layout.gradient_sync),
         )
-        self._gradient_sync = GradientSync(self.ownership, self.groups.holders)
+        self._gradient_sync = GradientSync(self.ownership, self.groups.holders, order)
         self._absent = PlaceholderGradients(self.ownership)
         self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
         self._hide_after_clipping()
@@ -248,7 +252,15 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def train(self, batch: Batch, *, accumulate: int, scale: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def train(
+        self,
+        batch: Batch,
+        *,
+        accumulate: int,
+        scale: Callable[[Tensor], Tensor],
+        is_last: bool = False,
+        is_first: bool = True,
+    ) -> dict[str, Any]:
         """Runs forward and backward of a batch.
 
         Its gradients are set apart, since Lightning calls zero_grad between a step and its backward:
@@ -258,6 +270,8 @@ class Engine:
             batch: The batch.
             accumulate: Number of batches whose losses Lightning averages for one optimizer step.
             scale: Scales the loss that a backward starts from.
+            is_last: Whether an optimizer step follows, so that gradients may be summed as soon as they are there.
+            is_first: Whether gradients of earlier batches are not part of that step.
 
         Returns:
             What the step would have returned for the batches of all replicas together: the loss, and what else is in
@@ -290,8 +304,11 @@ class Engine:
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
         before = self._buffers()
-        with self._stepping(), silent(self.module), self._apart():
-            self.pipeline.train(microbatches, call)
+        with self._stepping(), silent(self.module), self._apart() as earlier:
+            sync = self._gradient_sync if is_last and self._gradient_sync.is_early else None
+            if sync is not None:
+                sync.begin({} if is_first else earlier)
+            self.pipeline.train(microbatches, call, sync)
         changed = [name for name, now in self._buffers().items() if not now.is_same(before.get(name, now))]
         gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized, changed))
         shared, used, groups, buffers = zip(*gathered, strict=True)
@@ -325,6 +342,7 @@ class Engine:
         self._correct(sum(shares))
         if not any(part.counts for part in parts):
             # Some stages have zeros, which momentum or decay would turn to steps.
+            self._gradient_sync.give_up()
             self._pending, self._present = [(parameter, None) for parameter, _ in self._pending], set()
         replay(self.module, combine([part.report for part in parts]), rows)
 
@@ -341,22 +359,26 @@ class Engine:
         return {"loss": joined([part.loss for part in parts]), **extras}
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Sets the gradients of this step apart from those of earlier batches."""
+    def _apart(self) -> Iterator[Mapping[nn.Parameter, Tensor | None]]:
+        """Sets the gradients of this step apart from those of earlier batches, which it gives."""
         held = self.ownership.held()
-        before = [parameter.grad for parameter in held]
+        before = {parameter: parameter.grad for parameter in held}
         for parameter in held:
             parameter.grad = None
-        yield
+        yield before
         self._pending = [(parameter, parameter.grad) for parameter in held]
-        for parameter, gradient in zip(held, before, strict=True):
+        for parameter, gradient in before.items():
             parameter.grad = gradient
 
     def _correct(self, total: float) -> None:
         """Divides the gradients of this step by the sum of the shares, where that was not known before."""
         gradients = [gradient for _, gradient in self._pending if gradient is not None]
-        if gradients and total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
-            torch._foreach_div_(gradients, total)
+        if total > 0 and not math.isclose(total, 1.0, rel_tol=1e-9):
+            # On every rank, as the total: sums that were started are of what was not divided, and so will the next be.
+            self._gradient_sync.give_up()
+            self._gradient_sync.is_early = False
+            if gradients:
+                torch._foreach_div_(gradients, total)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchanges what this rank does not hold in an optimizer's groups, those added in mid-run too."""
@@ -373,9 +395,12 @@ class Engine:
 
     def put_gradients(self) -> None:
         """Adds the gradients of the last step to those in place."""
+        complete = self._gradient_sync.under_way  # with those in place, if they belong to this step
         for parameter, gradient in self._pending:
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if gradient is None:
+                continue
+            before = None if parameter in complete else parameter.grad
+            parameter.grad = gradient if before is None else before.add_(gradient)
         self._absent.put(self._present)
         self._pending, self._is_summed = [], False
 
@@ -503,16 +528,31 @@ class Engine:
         Returns:
             Ranks are positions, as in the schedule; ``None`` before the first step.
         """
+        position = self.topology.position
+        # Nodes have clocks of their own, of which only that of the day is the same.
+        shift = time.time() - time.perf_counter()
+        own = (
+            [span._replace(start=span.start + shift, end=span.end + shift) for span in self.pipeline.spans],
+            [
+                sync._replace(ranks=(position,), start=sync.start + shift, end=sync.end + shift)
+                for sync in self._gradient_sync.spans
+            ],
+        )
         gathered: list[Any] = [None] * self.topology.num_positions
-        dist.all_gather_object(gathered, self.pipeline.spans, group=self.groups.pipeline)
-        spans = [span for own in gathered for span in own]
+        dist.all_gather_object(gathered, own, group=self.groups.pipeline)
+        spans, syncs = (list(chain.from_iterable(kind)) for kind in zip(*gathered, strict=True))
         if not spans:
             return None
         start = min(span.start for span in spans)
-        moved = tuple(span._replace(start=span.start - start, end=span.end - start) for span in spans)
         positions = range(self.topology.num_positions)
         labels = tuple(f"position {position} (global rank {self.topology.at(position)})" for position in positions)
-        return Timeline("measured", len(positions), moved, labels)
+        return Timeline(
+            "measured",
+            len(positions),
+            tuple(span._replace(start=span.start - start, end=span.end - start) for span in spans),
+            labels,
+            tuple(sync._replace(start=sync.start - start, end=sync.end - start) for sync in syncs),
+        )
 
     def module_state(self) -> dict[str, Any]:
         """The whole module's state on global rank 0, its names elsewhere."""

@@ -68,7 +68,7 @@ from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
 from lightning_chimera.stock import StockCallbacks, log_graphs
-from lightning_chimera.timeline import Timeline
+from lightning_chimera.timeline import SyncPolicy, Timeline
 
 _ENDINGS: dict[RunningStage | None, Ending] = {
     RunningStage.TRAINING: Ending.SHORTEST,
@@ -90,6 +90,9 @@ class ChimeraStrategy(ParallelStrategy):
         pipes: Pipes of the schedules that have several.
         chunks: Stages of a rank, for the schedules that give it several.
         cuts: First block of each stage but the first; balanced by estimated cost by default.
+        gradient_sync: When the copies of a stage start to sum their gradients: ``"eager"`` as soon as the last one is
+            there, ``"eager-opt"`` so for the stages beyond the middle one, ``"hidden"`` where the schedule leaves time
+            for it, and ``"lazy"`` at the end of a rank's actions, as all others do for the rest.
         timeout: Bound in seconds on every wait for another rank.
         start_method: How the processes of a node are started if nobody else does.
         print_plan: Whether global rank 0 prints the plan at the start.
@@ -113,6 +116,7 @@ class ChimeraStrategy(ParallelStrategy):
         pipes: int | None = None,
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
+        gradient_sync: Literal["eager", "eager-opt", "hidden", "lazy"] = "hidden",
         timeout: float | timedelta = 300.0,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         print_plan: bool = True,
@@ -132,6 +136,8 @@ class ChimeraStrategy(ParallelStrategy):
         )
         check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, pipes=pipes, chunks=chunks)
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        check_choice("gradient_sync", gradient_sync, tuple(SyncPolicy))
+        self._gradient_sync = SyncPolicy(gradient_sync)
         check_cuts_type(cuts)
         check_backend(process_group_backend)
         self._timeout = check_timeout(timeout)
@@ -237,6 +243,7 @@ class ChimeraStrategy(ParallelStrategy):
             self._num_microbatches_of(topology.num_positions),
             self._selection.short,
             self._recompute,
+            self._gradient_sync,
         )
 
     @property
@@ -440,7 +447,11 @@ class ChimeraStrategy(ParallelStrategy):
         batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
         scale: Callable[[Tensor], Tensor] = (lambda loss: loss) if self._scaler is None else self._scaler.scale
-        return self.engine.train(batch, accumulate=accumulate, scale=scale)
+        # As Lightning, which zeroes gradients behind the first batch's step; this rank may be told to step early.
+        is_first = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
+        return self.engine.train(
+            batch, accumulate=accumulate, scale=scale, is_last=self._is_stepping, is_first=is_first
+        )
 
     @override
     def on_train_start(self) -> None:

@@ -40,6 +40,10 @@ class Ownership:
             layer = runner.anatomy.layer_of(name)
             used = range(runner.num_stages) if layer is None else [runner.stage_of(layer)]
             stages.setdefault(parameter, set()).update(used)
+        self.stages: dict[nn.Parameter, frozenset[int]] = {
+            parameter: frozenset(used) for parameter, used in stages.items() if rank in ranks_of(sorted(used))
+        }
+        """The stages that use each parameter on this rank."""
         self.holders: dict[nn.Parameter, Ranks] = {
             parameter: ranks_of(sorted(used)) for parameter, used in stages.items()
         }

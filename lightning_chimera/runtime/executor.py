@@ -41,12 +41,13 @@ class Executor:
         self.spans: list[Span] = []
         """When each action of the last row ran, in seconds of ``perf_counter``; waiting for its input not included."""
 
-    def run(self, lowered: Lowered, work: Work) -> None:
+    def run(self, lowered: Lowered, work: Work, before: Callable[[Action], None] | None = None) -> None:
         """Runs this rank's row to its end.
 
         Args:
             lowered: The schedule with its messages.
             work: What to do at each action.
+            before: Called before each action, and before it waits for its input.
         """
         self._links.begin()
         self.spans = []
@@ -60,6 +61,8 @@ class Executor:
         """What has left an action and was not taken yet, by a message or by the next stage on this rank."""
         for operation, subject in row:
             if isinstance(subject, Action):
+                if before is not None:
+                    before(subject)
                 message = received.get(subject)
                 if message is not None:
                     self._links.catch_up(message, lambda earlier: work.demand(earlier.consumer))

@@ -1,7 +1,9 @@
 """Gradients between the copies of a stage: summed over replicas, pipes and tied ends, with one norm over all stages."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, compress
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -10,59 +12,116 @@ from torch.distributed import ProcessGroup
 
 from lightning_chimera.partition.ownership import Ownership, Ranks
 from lightning_chimera.partition.placeholder import Placeholder, PlaceholderGradient
+from lightning_chimera.runtime.buckets import Bucket, Gradients
+from lightning_chimera.timeline import SyncSpan
 
 
 class GradientSync:
-    """Sums the gradients of parameters that several ranks hold, in one flat bucket per set of holders and type.
+    """Sums the gradients of parameters that several ranks hold, in flat buckets.
 
     The losses of the microbatches are weighted so that the sum over all of them is the batch's loss; so gradients are
     summed, never averaged, and a tied table gets the sum of both ends like any copy.
 
+    There is one bucket for each set of holders and type, and further ones for the stages whose sums start within the
+    schedule. A parameter that several stages use, as a tied table, is in none of those: it is not complete before
+    the last of its stages.
+
+    **Order.** All ranks start their buckets in one order: first those of the stages in ``order``, as each comes to
+    them, then all others, at the end of its row. A bucket that is ready early waits for the start of those before it.
+    So ranks that share several groups start the sums of all of them alike, as NCCL needs, and the sums of a group
+    match. Nothing waits for a sum to end but ``reduce``; ``sync_order`` proves that all might.
+
     Args:
         ownership: Who holds what.
         groups: A process group for each set of holders.
+        order: The stages whose sums start within the schedule.
     """
 
-    def __init__(self, ownership: Ownership, groups: Mapping[Ranks, ProcessGroup]) -> None:
+    def __init__(self, ownership: Ownership, groups: Mapping[Ranks, ProcessGroup], order: Sequence[int] = ()) -> None:
         self._ownership = ownership
         self._groups = groups
+        self._order = tuple(order)
+        self._trained: list[bool] = []
+        self._slots: list[list[Bucket]] = []
+        """The buckets of each stage in the order, and behind them all others."""
+        self._num_started = 0
+        self._earlier: Gradients = {}
+        self.is_early = True
+        """Whether sums may start before ``reduce``."""
+        self.wait = 0.0
+        """Seconds that the last ``reduce`` has waited for sums to end."""
+        self.spans: list[SyncSpan] = []
+        """When the last sums ran, in seconds of ``perf_counter``. The end is when this rank saw it, between actions."""
+
+    def begin(self, earlier: Gradients) -> None:
+        """Lets sums start while a step runs, whose gradients are final with it.
+
+        Args:
+            earlier: Gradients of the batches before that belong to the same optimizer step.
+        """
+        self._bucketize()
+        self._earlier = earlier
+
+    def start(self, count: int | None = None) -> None:
+        """Starts the sums of the first stages in the order, or all; those that were started before go on.
+
+        Args:
+            count: Number of stages in the order; all buckets by default.
+        """
+        for slot in self._slots[: self._num_started]:
+            for bucket in slot:
+                bucket.look()
+        for slot in self._slots[self._num_started : len(self._slots) if count is None else count]:
+            for bucket in slot:
+                bucket.start(self._earlier)
+            self._num_started += 1
+
+    @property
+    def under_way(self) -> set[nn.Parameter]:
+        """The parameters whose sums were started."""
+        return {
+            parameter for slot in self._slots[: self._num_started] for bucket in slot for parameter in bucket.parameters
+        }
+
+    def give_up(self) -> None:
+        """Waits for the sums that were started, since their gradients were not final; every holder must call it."""
+        for bucket in chain.from_iterable(self._slots[: self._num_started]):
+            bucket.give_up()
+        self._num_started, self._earlier = 0, {}
 
     def reduce(self) -> None:
-        """Sums now. Every holder of a set must call it; afterwards all of them have bitwise equal gradients."""
-        buckets: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = {}
-        for parameter in self._ownership.held():
-            ranks = self._ownership.holders[parameter]
-            if parameter.requires_grad and len(ranks) > 1:
-                buckets.setdefault((ranks, parameter.dtype), []).append(parameter)
-        # Sorted, so that ranks which share several sets reduce them in one order, as NCCL needs.
-        pending = [
-            (parameters, *self._start(self._groups[ranks], parameters))
-            for (ranks, _), parameters in sorted(buckets.items(), key=lambda item: (item[0][0], str(item[0][1])))
-        ]
-        for parameters, flat, work in pending:
-            work.wait()
-            self._finish(parameters, flat)
+        """Ends all sums, and starts before what was not. Every holder of a set must call it.
 
-    @staticmethod
-    def _start(group: ProcessGroup, parameters: list[nn.Parameter]) -> tuple[Tensor, dist.Work]:
-        """Starts the sum of a bucket: the gradients, and behind them one number each that says whether there is one."""
-        zero = parameters[0].new_zeros(1)
-        pieces = [
-            zero.expand(parameter.numel()) if parameter.grad is None else parameter.grad.reshape(-1)
-            for parameter in parameters
-        ]
-        present = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
-        flat = torch.cat([*pieces, present])
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        return flat, work
+        Afterwards all of them have bitwise equal gradients.
+        """
+        if not self._num_started:
+            self.begin({})
+        self.start()
+        buckets = list(chain.from_iterable(self._slots))
+        self.wait = sum(bucket.hand_out() for bucket in buckets)
+        self.spans = [bucket.span for bucket in buckets]
+        self._num_started, self._earlier = 0, {}
 
-    @staticmethod
-    def _finish(parameters: list[nn.Parameter], flat: Tensor) -> None:
-        """Hands the sums out; a parameter that no holder has used keeps no gradient, so nothing decays it."""
-        *sums, present = torch.split(flat, [*(parameter.numel() for parameter in parameters), len(parameters)])
-        for parameter, total, count in zip(parameters, sums, present.tolist(), strict=True):
-            parameter.grad = total.view_as(parameter) if count else None
+    def _bucketize(self) -> None:
+        """Makes the buckets anew if other parameters are trained than before."""
+        shared = [parameter for parameter in self._ownership.held() if len(self._ownership.holders[parameter]) > 1]
+        trained = [parameter.requires_grad for parameter in shared]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        found: dict[tuple[int, Ranks, str], list[nn.Parameter]] = {}
+        for parameter in compress(shared, trained):
+            key = self._slot_of(parameter), self._ownership.holders[parameter], str(parameter.dtype)
+            found.setdefault(key, []).append(parameter)
+        self._slots = [[] for _ in range(len(self._order) + 1)]
+        for (slot, ranks, _), parameters in sorted(found.items(), key=itemgetter(0)):
+            stages = sorted(set().union(*map(self._ownership.stages.__getitem__, parameters)))
+            self._slots[slot].append(Bucket(parameters, ranks, stages, self._groups[ranks]))
+
+    def _slot_of(self, parameter: nn.Parameter) -> int:
+        stages = self._ownership.stages[parameter]
+        alone = next(iter(stages)) if len(stages) == 1 else None
+        return self._order.index(alone) if alone in self._order else len(self._order)
 
 
 class PlaceholderGradients:

@@ -13,11 +13,12 @@ from lightning_chimera.partition.deferral import Splitter, WeightGradients
 from lightning_chimera.partition.heads import Scales
 from lightning_chimera.partition.stage import HeadCall, Part, Passage, StageExit, StageRunner
 from lightning_chimera.runtime.executor import Executor, Incoming
+from lightning_chimera.runtime.gradients import GradientSync
 from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
 from lightning_chimera.runtime.randomness import keyed, mix, reseed
 from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
-from lightning_chimera.timeline import Span
+from lightning_chimera.timeline import Span, sync_places
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Pipeline:
         splitters: Split the backward of each stage on this rank, where a schedule does.
         recompute: What is recomputed.
         seed: What all random draws depend on.
+        order: The stages whose gradients are summed within the schedule, in order.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Pipeline:
         splitters: Mapping[int, Splitter],
         recompute: Recompute,
         seed: tuple[int, ...],
+        order: Sequence[int] = (),
     ) -> None:
         self._runner = runner
         self._build = build
@@ -100,7 +103,8 @@ class Pipeline:
         self._seed = seed
         self._boundaries: dict[tuple[Any, ...], Boundary] = {}
         self._halves = usual.halved_backward
-        self._training: dict[tuple[int, bool], Lowered] = {}
+        self._order = order
+        self._training: dict[tuple[int, bool], tuple[Lowered, Mapping[Action, int]]] = {}
         self._evaluation: dict[int, Lowered] = {}
         self.schedule = usual
         """That of the last training step; a batch of few rows has one of its own."""
@@ -109,21 +113,26 @@ class Pipeline:
         self.peak_activations = 0.0
         """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
 
-    def train(self, microbatches: Sequence[Microbatch], call: TrainingCall) -> None:
+    def train(self, microbatches: Sequence[Microbatch], call: TrainingCall, sync: GradientSync | None = None) -> None:
         """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters.
 
         Args:
             microbatches: The microbatches, or their halves where the schedule runs backwards in halves.
             call: The user's step.
+            sync: Sums the gradients of each stage, if they are final with this step.
         """
         # Parts that do not pair up, of a batch with few rows say, run as microbatches with whole backwards.
         parts = 2 if self._halves and _pair_up(microbatches) else 1
-        lowered = self._lowered(len(microbatches) // parts, halves=parts == 2)
+        lowered, places = self._lowered(len(microbatches) // parts, halves=parts == 2)
         splitters = self._splitters if lowered.schedule.split_backward else {}
         work = _Training(
             self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call
         )
-        self._executor.run(lowered, work)
+        if sync is None:
+            self._executor.run(lowered, work)
+        else:
+            self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)))
+            sync.start()
         self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
@@ -154,10 +163,13 @@ class Pipeline:
             )
         return passage.left
 
-    def _lowered(self, num_microbatches: int, *, halves: bool) -> Lowered:
+    def _lowered(self, num_microbatches: int, *, halves: bool) -> tuple[Lowered, Mapping[Action, int]]:
+        """The schedule with its messages, and where sums of gradients start."""
         if (num_microbatches, halves) not in self._training:
             schedule = self._build(num_microbatches)
-            self._training[num_microbatches, halves] = lower(schedule if halves else schedule.with_whole_backwards())
+            lowered = lower(schedule if halves else schedule.with_whole_backwards())
+            places = sync_places(lowered.schedule, self._position, self._order)
+            self._training[num_microbatches, halves] = lowered, places
         return self._training[num_microbatches, halves]
 
 

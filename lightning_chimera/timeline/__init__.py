@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_chimera.timeline.simulate import Costs, simulate
-from lightning_chimera.timeline.sync import SyncPolicy, synchronize
+from lightning_chimera.timeline.sync import SyncPolicy, meets_in_order, sync_order, sync_places, synchronize
 from lightning_chimera.timeline.timeline import (
     Grid,
     Span,
@@ -25,9 +25,12 @@ __all__ = [
     "Timeline",
     "cell_text",
     "chrome_trace",
+    "meets_in_order",
     "render_timeline",
     "sample",
     "simulate",
+    "sync_order",
+    "sync_places",
     "synchronize",
     "upward_stages",
     "write_trace",

@@ -25,9 +25,12 @@ class Span(NamedTuple):
 
 
 class SyncSpan(NamedTuple):
-    """The all-reduce of a stage's gradients over the ranks that hold it, with its start and end in seconds."""
+    """The all-reduce of the gradients of stages over the ranks that hold them, with its start and end in seconds.
 
-    stage: int
+    A measured one is that of one rank: each has its own start.
+    """
+
+    stages: tuple[int, ...]
     ranks: tuple[int, ...]
     start: float
     end: float

@@ -18,6 +18,7 @@ from lightning_chimera.runtime.weights import LossWeights
 
 def no_sync_of_copies() -> None:
     """The copies of a stage keep their own gradients."""
+    GradientSync.start = lambda self, count=None: None
     GradientSync.reduce = lambda self: None
 
 
@@ -83,4 +84,4 @@ def no_accumulation_scale() -> None:
     from lightning_chimera.engine import Engine
 
     train = Engine.train
-    Engine.train = lambda self, batch, *, accumulate, scale: train(self, batch, accumulate=1, scale=scale)
+    Engine.train = lambda self, batch, *, accumulate, **kwargs: train(self, batch, accumulate=1, **kwargs)

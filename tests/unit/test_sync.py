@@ -2,8 +2,17 @@ import itertools
 
 import pytest
 
-from lightning_chimera.schedules import chimera, gpipe
-from lightning_chimera.timeline import Costs, SyncPolicy, SyncSpan, Timeline, simulate, synchronize
+from lightning_chimera.schedules import SCHEDULES, Kind, chimera, gpipe
+from lightning_chimera.timeline import (
+    Costs,
+    SyncPolicy,
+    SyncSpan,
+    Timeline,
+    simulate,
+    sync_order,
+    sync_places,
+    synchronize,
+)
 
 
 def synced(policy: SyncPolicy, stages: int = 8, cost: float = 1.0) -> Timeline:
@@ -59,10 +68,48 @@ def test_a_stage_that_one_rank_holds_needs_no_all_reduce_without_replicas() -> N
     assert synchronize(schedule, timeline, SyncPolicy.LAZY) == timeline
     assert timeline.end == timeline.makespan
     alike = synchronize(schedule, timeline, SyncPolicy.LAZY, cost=[1, 2, 4], num_replicas=2)
-    assert alike.syncs == (SyncSpan(2, (2,), 14, 18), SyncSpan(1, (1,), 16, 18), SyncSpan(0, (0,), 18, 19))
+    assert alike.syncs == (SyncSpan((2,), (2,), 14, 18), SyncSpan((1,), (1,), 16, 18), SyncSpan((0,), (0,), 18, 19))
     assert (alike.makespan, alike.end) == (18, 19)
 
 
 def test_the_number_of_costs_is_the_number_of_stages() -> None:
     with pytest.raises(ValueError, match="2 costs for 3 stages"):
         synchronize(gpipe(3, 4), simulate(gpipe(3, 4)), SyncPolicy.LAZY, cost=[1, 2])
+
+
+# ------------------------------------------------------------------------------------------------------ order of starts
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gems"])
+def test_all_stages_of_a_schedule_may_be_summed_early_in_the_order_of_their_gradients(name: str) -> None:
+    for num_microbatches in (4, 8):
+        try:
+            schedule = SCHEDULES[name].build(4, num_microbatches)
+        except ValueError:  # too few microbatches for it
+            continue
+        order = sync_order(schedule, SyncPolicy.EAGER)
+        assert sorted(order) == list(range(schedule.num_stages))
+        if name.startswith("chimera"):
+            assert order[0] == schedule.num_stages - 1
+
+
+def test_what_a_rank_sums_early_must_not_keep_others_from_coming_there() -> None:
+    # GEMS runs one microbatch at a time: the last one waits for ranks that would wait for it.
+    assert sync_order(SCHEDULES["gems"].build(4, 4), SyncPolicy.EAGER) == ()
+    assert sync_places(SCHEDULES["gems"].build(4, 4), 0, (3,)) == {}
+
+
+@pytest.mark.parametrize("policy", SyncPolicy)
+def test_the_order_is_of_the_stages_that_the_simulator_starts_early(policy: SyncPolicy) -> None:
+    early = {SyncPolicy.EAGER: 8, SyncPolicy.EAGER_OPT: 3, SyncPolicy.HIDDEN: 4, SyncPolicy.LAZY: 0}[policy]
+    assert sync_order(chimera(8, 8), policy) == tuple(range(7, 7 - early, -1))
+
+
+def test_a_rank_starts_a_sum_before_the_action_behind_the_last_gradient() -> None:
+    schedule = chimera(4, 4)
+    for rank, stage in ((0, 3), (3, 3), (1, 2), (2, 2)):
+        row, places = schedule.rows[rank], sync_places(schedule, rank, (3, 2))
+        place = max(map(row.index, places))
+        assert (row[place - 1].kind, row[place - 1].stage) == (Kind.BACKWARD, stage)
+        assert all(action.stage != stage for action in row[place:])
+        assert places[row[place]] == 2
