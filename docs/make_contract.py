@@ -25,6 +25,7 @@ AREAS = (
     "Precision",
     "Launch",
     "The module",
+    "Faults",
 )
 # How an outcome is shown, in the order of a table's rows.
 OUTCOMES = {"works": "works", "differs": "*differs*", "refused": "**refused**"}

@@ -41,6 +41,7 @@ from lightning_chimera.reporting import (
     silent,
 )
 from lightning_chimera.results import join, join_grown
+from lightning_chimera.runtime.agreement import check_in_group, describe
 from lightning_chimera.runtime.gradients import (
     GradientSync,
     PlaceholderGradients,
@@ -330,7 +331,9 @@ class Engine:
         """Splits a batch, as the module says if it does; those of several loaders each by its own rows."""
         hook, count = getattr(self.module, "microbatch_split", None), self._num_parts
         if hook is not None:
-            return [Microbatch(part, count_rows(part) or 1) for part in hook(batch.data, count)]
+            parts = list(hook(batch.data, count))
+            check_in_group(describe(parts, "microbatches"), "behind microbatch_split", self.groups.pipeline)
+            return [Microbatch(part, count_rows(part) or 1) for part in parts]
         if batch.loaders is None:
             return split(batch.data, count)
         parts = split_together(batch.parts, count)
@@ -618,6 +621,7 @@ class Engine:
     def release(self) -> None:
         """Takes back what was changed on the module besides its parameters."""
         self._metric_sync.remove()
+        self.pipeline.release()
         self.module.__dict__.pop("configure_gradient_clipping", None)
         self.module.example_input_array = self._example_input
 

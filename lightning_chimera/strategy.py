@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -56,14 +56,19 @@ from lightning_chimera.checks import (
 )
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Batch, Engine, Layout
+from lightning_chimera.facts import facts_of_optimizers, facts_of_run
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
+from lightning_chimera.memory import explain, is_out_of_memory
+from lightning_chimera.nonfinite import Nonfinite, NonfiniteGuard
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy, holds_a_model
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
 from lightning_chimera.reporting import check_group
+from lightning_chimera.runtime.agreement import check_at_start, check_in_group, describe
 from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
 from lightning_chimera.runtime.failures import all_fail_alike
+from lightning_chimera.runtime.meeting import meeting, met
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
@@ -74,6 +79,9 @@ _ENDINGS: dict[RunningStage | None, Ending] = {
     RunningStage.TRAINING: Ending.SHORTEST,
     RunningStage.PREDICTING: Ending.OWN,
 }
+
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class ChimeraStrategy(ParallelStrategy):
@@ -94,6 +102,8 @@ class ChimeraStrategy(ParallelStrategy):
             there, ``"eager-opt"`` so for the stages beyond the middle one, ``"hidden"`` where the schedule leaves time
             for it, and ``"lazy"`` at the end of a rank's actions, as all others do for the rest.
         timeout: Bound in seconds on every wait for another rank.
+        nonfinite: What happens if a loss or a gradient is not finite: training goes on as in a plain Trainer
+            (``"ignore"``), all ranks raise and say where it began (``"raise"``), or all skip the step (``"skip"``).
         start_method: How the processes of a node are started if nobody else does.
         print_plan: Whether global rank 0 prints the plan at the start.
         process_group_backend: ``gloo`` on the CPU and ``nccl`` on CUDA by default.
@@ -118,6 +128,7 @@ class ChimeraStrategy(ParallelStrategy):
         cuts: Sequence[int] | None = None,
         gradient_sync: Literal["eager", "eager-opt", "hidden", "lazy"] = "hidden",
         timeout: float | timedelta = 300.0,
+        nonfinite: Nonfinite = "ignore",
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         print_plan: bool = True,
         process_group_backend: str | None = None,
@@ -138,6 +149,7 @@ class ChimeraStrategy(ParallelStrategy):
         check_choice("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
         check_choice("gradient_sync", gradient_sync, tuple(SyncPolicy))
         self._gradient_sync = SyncPolicy(gradient_sync)
+        check_choice("nonfinite", nonfinite, ("ignore", "raise", "skip"))
         check_cuts_type(cuts)
         check_backend(process_group_backend)
         self._timeout = check_timeout(timeout)
@@ -151,6 +163,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
         self._cuts = cuts
+        self._nonfinite = nonfinite
         self._start_method = start_method
         self._print_plan = print_plan
         self._process_group_backend = process_group_backend
@@ -159,6 +172,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._deals: bool | None = None
         self._engine: Engine | None = None
         self._decisions: Decisions | None = None
+        self._guard: NonfiniteGuard | None = None
         self._loader: GroupLoader | None = None
         self._structure: TreeSpec | None = None
         self._counts = True
@@ -321,6 +335,7 @@ class ChimeraStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         if trainer.enable_autolog_hparams:
             log_graphs(trainer.loggers, self.lightning_module)
+        check_at_start(self._facts(trainer), "at the start", self._timeout)
         self._cut(self.lightning_module)
         self._num_runs += 1
         self._can_save = None
@@ -342,6 +357,24 @@ class ChimeraStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+            facts = facts_of_optimizers(self.optimizers, self.lr_scheduler_configs)
+            check_in_group(facts, "at the start", self.engine.groups.world)
+            if self._nonfinite != "ignore":
+                self._guard = NonfiniteGuard(self._nonfinite, self.engine, scales=self._scaler is not None)
+
+    def _facts(self, trainer: Trainer) -> dict[str, str]:
+        """What all ranks must have alike."""
+        assert self.lightning_module is not None
+        arguments = {
+            "num_stages": self._num_stages,
+            "num_microbatches": self._num_microbatches,
+            "recompute": self._recompute,
+            "cuts": self._cuts,
+            "gradient_sync": self._gradient_sync.value,
+            "nonfinite": self._nonfinite,
+            "process_group_backend": self._process_group_backend,
+        }
+        return facts_of_run(trainer, self.lightning_module, self.layout.schedule(), **arguments)
 
     def _choose_cuts(self, module: nn.Module, anatomy: Anatomy) -> tuple[int, ...]:
         schedule = self.layout.schedule()
@@ -421,7 +454,16 @@ class ChimeraStrategy(ParallelStrategy):
             moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._structure is not None and not _is_several(moved, self._structure):
             self._structure = None  # of one loader, or put together by a hook of the module
+        if self._has_transfer_hooks:
+            check_in_group(describe(moved), "behind the hooks that transfer a batch", self.engine.groups.pipeline)
         return moved
+
+    @property
+    def _has_transfer_hooks(self) -> bool:
+        """Whether code of the user's changes a batch on each rank by itself, after the leader has shared it."""
+        assert self.lightning_module is not None
+        owners = (self.lightning_module, self.lightning_module.trainer.datamodule)  # type: ignore[attr-defined]
+        return any(owner is not None and is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
 
     @property
     def _combined(self) -> CombinedLoader | None:
@@ -439,6 +481,7 @@ class ChimeraStrategy(ParallelStrategy):
     # ---------------------------------------------------------------------------------------------- steps
 
     @override
+    @met("a training step")
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of the whole batch; the loss is that of all replicas."""
         assert self.lightning_module is not None
@@ -447,11 +490,17 @@ class ChimeraStrategy(ParallelStrategy):
         batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
         scale: Callable[[Tensor], Tensor] = (lambda loss: loss) if self._scaler is None else self._scaler.scale
+        trainer = self.lightning_module.trainer
+        number = trainer.fit_loop.epoch_loop.batch_idx
+        if number == 0:  # a scheduler or a callback may have changed them since
+            check_in_group(facts_of_optimizers(self.optimizers), "at the start of an epoch", self.engine.groups.world)
         # As Lightning, which zeroes gradients behind the first batch's step; this rank may be told to step early.
-        is_first = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0
-        return self.engine.train(
-            batch, accumulate=accumulate, scale=scale, is_last=self._is_stepping, is_first=is_first
+        result = self.engine.train(
+            batch, accumulate=accumulate, scale=scale, is_last=self._is_stepping, is_first=number % accumulate == 0
         )
+        if self._guard is not None:
+            self._guard.after_step(result["loss"], trainer.global_step)
+        return result
 
     @override
     def on_train_start(self) -> None:
@@ -461,6 +510,7 @@ class ChimeraStrategy(ParallelStrategy):
     def on_validation_end(self) -> None:
         self._agree_on_stop()
 
+    @met("the end of a hook of the loop")
     def _agree_on_stop(self) -> None:
         """Makes ``should_stop`` hold on every rank if it does on one: a step sets it on its last stage only."""
         assert self.lightning_module is not None
@@ -478,7 +528,10 @@ class ChimeraStrategy(ParallelStrategy):
         self.engine.put_gradients()
         if self._is_stepping:
             self.engine.reduce_gradients()
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        if self._is_stepping and self._guard is not None:
+            self._guard.before_optimizer(self.lightning_module.trainer.global_step)
+        return loss
 
     @override
     def optimizer_step(
@@ -521,7 +574,8 @@ class ChimeraStrategy(ParallelStrategy):
         data, *rest = args
         batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         in_step_with_replicas = name != "predict_step"
-        return self.engine.evaluate(name, batch, counts=self._counts, logs=in_step_with_replicas)
+        with meeting(f"a {name}"):
+            return self.engine.evaluate(name, batch, counts=self._counts, logs=in_step_with_replicas)
 
     @contextmanager
     def full_parameters(self, *, gradients: bool = False) -> Generator[None, None, None]:
@@ -533,9 +587,12 @@ class ChimeraStrategy(ParallelStrategy):
             gradients: Whether the parameters have their gradients as well; if not, none of them has.
         """
         self._refuse_in_step("strategy.full_parameters()")
-        with self.engine.full_parameters(gradients=gradients):
+        with ExitStack() as stack:
+            with meeting("strategy.full_parameters()"):
+                stack.enter_context(self.engine.full_parameters(gradients=gradients))
             yield
 
+    @met("strategy.grad_norm()")
     def grad_norm(self, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
         """What ``lightning.pytorch.utilities.grad_norm`` gives in a single process, equal on every rank.
 
@@ -554,6 +611,7 @@ class ChimeraStrategy(ParallelStrategy):
         norms = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
         return {**norms, f"grad_{order}_norm_total": torch.stack(list(found.values())).norm(order)} if found else {}
 
+    @met("strategy.clip_grad_norm()")
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -580,6 +638,7 @@ class ChimeraStrategy(ParallelStrategy):
         chosen = self.lightning_module.parameters() if parameters is None else parameters
         return self.engine.clip_gradients(chosen, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
+    @met("strategy.timeline()")
     def timeline(self) -> Timeline | None:
         """When the actions of the last training step ran, over this pipeline group; every rank must call it."""
         return self.engine.timeline()
@@ -604,12 +663,14 @@ class ChimeraStrategy(ParallelStrategy):
             )
 
     @override
+    @met("strategy.barrier()")
     def barrier(self, name: str | None = None) -> None:
         self._refuse_in_step("strategy.barrier()")
         if _distributed_is_initialized():
-            dist.barrier()
+            dist.barrier(group=self._groups.world if self._groups is not None else None)
 
     @override
+    @met("strategy.broadcast()")
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_in_step("strategy.broadcast()")
         if not _distributed_is_initialized():
@@ -623,12 +684,14 @@ class ChimeraStrategy(ParallelStrategy):
         return move_data_to_device(self.broadcast(move_data_to_device(value, torch.device("cpu"))), self.root_device)
 
     @override
+    @met("strategy.reduce() or self.log(sync_dist=True)")
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the replicas; inside a pipeline group it is the same everywhere."""
         self._refuse_in_step("strategy.reduce()")
         check_group(group)
         if not isinstance(tensor, Tensor) or self._groups is None or self.topology.num_replicas == 1:
             return tensor
+        self._check_call("strategy.reduce() or self.log(sync_dist=True)", tensor)
         shared = tensor.detach().cpu().clone()
         is_mean = str(reduce_op).lower() in ("mean", "avg", "redoptype.avg")
         op = dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, str(reduce_op).rpartition(".")[2].upper())
@@ -638,17 +701,29 @@ class ChimeraStrategy(ParallelStrategy):
         return tensor.copy_(shared) if shared.dtype == tensor.dtype else shared.to(tensor.device)
 
     @override
+    @met("self.all_gather()")
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers a tensor over the replicas."""
         self._refuse_in_step("self.all_gather()")
         check_group(group)
         if self._groups is None or self.topology.num_replicas == 1:
             return tensor
+        self._check_call("self.all_gather()", tensor)
         gathered: list[Any] = [None] * self.topology.num_replicas
         dist.all_gather_object(gathered, tensor.detach().cpu(), group=self._groups.peers)
         return torch.stack(gathered).to(tensor.device)
 
+    def _check_call(self, call: str, tensor: Tensor) -> None:
+        """Refuses a call that meets another one on another replica, since a replica has left one out."""
+        assert self.lightning_module is not None
+        assert self._groups is not None
+        hook = self.lightning_module._current_fx_name or "no hook of the module"
+        step = self.lightning_module.trainer.global_step
+        facts = {"call": f"{call} in {hook} after step {step}", **describe(tensor, "the tensor given to it")}
+        check_in_group(facts, "in a call that all replicas must make", self._groups.peers)
+
     @override
+    @met("strategy.reduce_boolean_decision()")
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision over the whole world, since one rank's refusal must stop all."""
         self._refuse_in_step("strategy.reduce_boolean_decision()")
@@ -661,6 +736,7 @@ class ChimeraStrategy(ParallelStrategy):
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     @override
+    @met("trainer.save_checkpoint()")
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state on global rank 0, its names elsewhere; every rank must call it.
 
@@ -691,6 +767,7 @@ class ChimeraStrategy(ParallelStrategy):
         return self._can_save
 
     @override
+    @met("trainer.save_checkpoint()")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0; every rank must call it."""
         return self.engine.optimizer_state(
@@ -706,12 +783,19 @@ class ChimeraStrategy(ParallelStrategy):
     # ---------------------------------------------------------------------------------------------- end
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Says what helps where memory has run out."""
+        if self._engine is not None and is_out_of_memory(exception):
+            explain(exception, self._engine, self.optimizers, str(self.precision_plugin.precision))
+
+    @override
     def teardown(self) -> None:
         """Makes the module whole again, unless the run has failed; the groups are kept for a next run."""
         module, engine = self.lightning_module, self._engine
         if module is not None and engine is not None:
             if engine.is_cut and not self._has_failed:
-                engine.make_whole(self.optimizers)
+                with meeting("the end of the run"):
+                    engine.make_whole(self.optimizers)
                 if self._callbacks is not None:
                     self._callbacks.make_whole()
             engine.release()
@@ -721,6 +805,7 @@ class ChimeraStrategy(ParallelStrategy):
         if self._decisions is not None:
             self._decisions.remove()
             self._decisions = None
+        self._guard = None
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.precision_plugin.__dict__.pop(name, None)
         if self._scaler is not None:
@@ -735,7 +820,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        own = ("_engine", "_decisions", "_loader", "_callbacks")
+        own = ("_engine", "_decisions", "_guard", "_loader", "_callbacks")
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 

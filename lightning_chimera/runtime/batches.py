@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_chimera.runtime.meeting import meeting
 from lightning_chimera.runtime.microbatches import check_dense, leaves
 from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.randomness import States, get_states, set_states
@@ -125,7 +126,8 @@ class GroupLoader:
         indices = getattr(sampler, "seen_batch_indices", None)
         number = 0
         while True:
-            status, batch, rows = self._share_batch(self._next(own, indices, number) if own is not None else None)
+            with meeting("the next batch"):
+                status, batch, rows = self._share_batch(self._next(own, indices, number) if own is not None else None)
             if status == "end":
                 return
             if status == "none":

@@ -20,6 +20,9 @@ from lightning_chimera.runtime.randomness import keyed, mix, reseed
 from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
 from lightning_chimera.timeline import Span, sync_places
 
+Look = Callable[[Kind, int, int, Tensor], None]
+"""Told what leaves a stage: forward or backward, stage, microbatch, tensor."""
+
 
 @dataclass(frozen=True)
 class Recompute:
@@ -112,6 +115,23 @@ class Pipeline:
         """When the actions of the last training step ran."""
         self.peak_activations = 0.0
         """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
+        self.look: Look | None = None
+        """Told what leaves a stage for another in training, and the losses."""
+        self._work: _Training | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training step runs, or has failed."""
+        return self._work is not None
+
+    @property
+    def in_flight(self) -> tuple[float, list[Tensor]]:
+        """How many activations a training step holds now, and the tensors that keep them."""
+        if self._work is None:
+            return 0.0, []
+        held = list(self._work.held.values())
+        tensors = [tensor for one in held for tensor in (one.entered, one.left) if tensor is not None]
+        return float(len(held) * self._placement.share / self._work.parts), tensors
 
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall, sync: GradientSync | None = None) -> None:
         """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters.
@@ -126,13 +146,15 @@ class Pipeline:
         lowered, places = self._lowered(len(microbatches) // parts, halves=parts == 2)
         splitters = self._splitters if lowered.schedule.split_backward else {}
         work = _Training(
-            self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call
+            self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call, self.look
         )
+        self._work = work
         if sync is None:
             self._executor.run(lowered, work)
         else:
             self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)))
             sync.start()
+        self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
@@ -163,6 +185,10 @@ class Pipeline:
             )
         return passage.left
 
+    def release(self) -> None:
+        """Lets go of what a failed step has left."""
+        self._work = self.look = None
+
     def _lowered(self, num_microbatches: int, *, halves: bool) -> tuple[Lowered, Mapping[Action, int]]:
         """The schedule with its messages, and where sums of gradients start."""
         if (num_microbatches, halves) not in self._training:
@@ -189,6 +215,7 @@ class _Training:
     recompute: Recompute
     seed: tuple[int, ...]
     call: TrainingCall
+    look: "Look | None" = None
     held: dict[tuple[int, int], "_Held"] = field(default_factory=dict)
     """By stage and part: what backward needs."""
     peak: int = 0
@@ -302,6 +329,7 @@ class _Training:
             passage = self._pass(stage, part, receive, self.call.scales(part) if is_last else None)
         left = self.call.finish(part, passage.left, passage.head) if is_last else passage.left
         self.held[stage, part] = _Held(passage.entered, None if again else left, later)
+        self._show(Kind.FORWARD, stage, part, left)
         return None if is_last else left
 
     def _forward_again(self, stage: int, part: int, entered: Tensor | None) -> Tensor:
@@ -360,7 +388,12 @@ class _Training:
         held.entered = held.left = None  # the graph goes; what is left is in `later`
         if entered is None:
             return None
+        self._show(Kind.BACKWARD, stage, part, entered.grad)
         return torch.zeros_like(entered) if entered.grad is None else entered.grad
+
+    def _show(self, kind: Kind, stage: int, part: int, tensor: Tensor | None) -> None:
+        if self.look is not None and tensor is not None:
+            self.look(kind, stage, part // self.parts, tensor)
 
     def _finish_backward(self, action: Action) -> None:
         """The second half of a backward: the gradients of weights."""

@@ -1,0 +1,253 @@
+"""Ranks that do not run the same say so at the start or at the step, all of them, and call what differs by its name."""
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_chimera import facts
+
+from .fidelity import Cell, make_trainer
+from .users import ROWS, LanguageModule, Row, make_loader, make_rows
+from .world import World
+
+FEW = Cell("1f1b", 2)
+REPLICAS = Cell("1f1b", 1, replicas=2)
+
+
+def rank() -> int:
+    return int(os.environ["LOCAL_RANK"])
+
+
+def says(action: Any) -> str:
+    """The error of a rank."""
+    try:
+        action()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def fit(cell: Cell, module: L.LightningModule, **options: Any) -> str:
+    torch.manual_seed(0)
+    options = {"max_epochs": 3, "callbacks": [], **options}
+    loader = make_loader(make_rows("gpt2", cell.replicas * ROWS, padded=False))
+    return says(lambda: make_trainer(cell, **options).fit(module, loader))
+
+
+# ------------------------------------------------------------------------------------------------------- at the start
+
+
+def other_number_of_microbatches() -> str:
+    return fit(replace(FEW, microbatches=4 + 4 * rank()), LanguageModule())
+
+
+def other_model() -> str:
+    return fit(FEW, LanguageModule(blocks=4 + 2 * rank()))
+
+
+def other_code() -> str:
+    if rank():
+        facts._code = lambda: "another"  # type: ignore[assignment]
+    return fit(FEW, LanguageModule())
+
+
+def other_clipping() -> str:
+    return fit(FEW, LanguageModule(), gradient_clip_val=1.0 + rank())
+
+
+def other_learning_rate() -> str:
+    return fit(FEW, LanguageModule(lr=1.0 / (1 + rank())))
+
+
+def other_frozen_layer() -> str:
+    module = LanguageModule()
+    module.model.transformer.h[1].requires_grad_(rank() == 0)
+    return fit(FEW, module)
+
+
+def other_call_of_the_trainer() -> str:
+    if rank() == 0:
+        return fit(FEW, LanguageModule())
+    return says(lambda: make_trainer(FEW).validate(LanguageModule(), make_loader(make_rows("gpt2", 8))))
+
+
+@pytest.mark.contract(
+    "Faults",
+    "other settings, another model, optimizer or version of the code on some ranks: found at the start, on all of them",
+    "refused",
+    "MLM#6747, DS#7208",
+)
+@pytest.mark.parametrize(
+    ("scenario", "difference"),
+    [
+        (other_number_of_microbatches, r"ChimeraStrategy\(num_microbatches=...\): 4 on rank 0; 8 on rank 1"),
+        (other_model, r"model.config.n_layer: 4 on rank 0; 6 on rank 1"),
+        (other_code, r"the code of lightning_chimera: \w+ on rank 0; another on rank 1"),
+        (other_clipping, r"trainer.gradient_clip_val: 1.0 on rank 0; 2.0 on rank 1"),
+        (other_learning_rate, r"SGD's group 0, lr: 1.0 on rank 0; 0.5 on rank 1"),
+        (other_frozen_layer, r"parameter 'model.transformer.h.1.ln_1.weight': \[32\] float32 on rank 0; .*frozen"),
+        (other_call_of_the_trainer, r"the call of the Trainer: fit on rank 0; validate on rank 1"),
+    ],
+)
+def test_ranks_that_differ_at_the_start_all_name_the_difference(world: World, scenario: Any, difference: str) -> None:
+    first, second = world.run(scenario, size=2, limit=30)
+    assert first == second
+    assert "At the start, " in first
+    assert "the ranks do not have the same:\n" in first
+    assert re.search(difference, first), first
+    assert "look for what depends on the rank" in first
+
+
+def one_comes_not() -> str:
+    cell = replace(FEW, strategy=(("timeout", 3),))
+    assert fit(cell, LanguageModule(), max_epochs=1) == "none"
+    if rank() == 0:
+        return fit(cell, LanguageModule(), max_epochs=1)
+    time.sleep(9)  # until the other has asked where it is
+    return "none"
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_come_is_named(world: World) -> None:
+    first, _ = world.run(one_comes_not, size=2)
+    assert "in vain, until the time-out. They were\n  in strategy.broadcast(): rank 0\n  elsewhere: rank 1" in first
+
+
+# --------------------------------------------------------------------------------------------------------- at a step
+
+
+class ChangesTheRate(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1 and rank() == 1:
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.25
+
+
+def other_rate_later() -> str:
+    return fit(FEW, LanguageModule(), callbacks=[ChangesTheRate()])
+
+
+class DropsAKey(LanguageModule):
+    def on_after_batch_transfer(self, batch: Row, dataloader_idx: int) -> Row:
+        return {name: value for name, value in batch.items() if name != "attention_mask" or rank() == 0}
+
+
+class CropsInTransfer(LanguageModule):
+    def on_after_batch_transfer(self, batch: Row, dataloader_idx: int) -> Row:
+        return {name: value[:, : 16 - rank()] for name, value in batch.items()}
+
+
+class SplitsDifferently(LanguageModule):
+    def microbatch_split(self, batch: Row, num_microbatches: int) -> list[Row]:
+        pieces = {name: value.tensor_split(num_microbatches - rank()) for name, value in batch.items()}
+        return [dict(zip(pieces, parts, strict=True)) for parts in zip(*pieces.values(), strict=True)]
+
+
+def drops_a_key() -> str:
+    return fit(FEW, DropsAKey())
+
+
+def crops_in_transfer() -> str:
+    return fit(FEW, CropsInTransfer())
+
+
+def splits_differently() -> str:
+    return fit(FEW, SplitsDifferently())
+
+
+@pytest.mark.contract(
+    "Faults",
+    "batches that hooks or `microbatch_split` make others on some ranks of a pipeline, learning rates that drift apart",
+    "refused",
+)
+@pytest.mark.parametrize(
+    ("scenario", "difference"),
+    [
+        (other_rate_later, "At the start of an epoch, .*SGD's group 0, lr: 1.0 on rank 0; 0.25 on rank 1"),
+        (drops_a_key, "hooks that transfer a batch, .*number of entries of batch: 3 on rank 0; 2 on rank 1"),
+        (crops_in_transfer, r"batch\['input_ids'\]: \[8, 16\] int64 on rank 0; \[8, 15\] int64 on rank 1"),
+        (splits_differently, "number of entries of microbatches: 4 on rank 0; 3 on rank 1"),
+    ],
+)
+def test_ranks_that_differ_at_a_step_all_name_the_difference(world: World, scenario: Any, difference: str) -> None:
+    first, second = world.run(scenario, size=2, limit=30)
+    assert first == second
+    assert re.search(f"(?s){difference}", first), first
+
+
+# ------------------------------------------------------------------------------------------- calls of some ranks only
+
+
+class OnRankZero(L.Callback):
+    """Makes a call on global rank 0 only, after the second batch."""
+
+    def __init__(self, call: str, folder: Path) -> None:
+        self.call = call
+        self.path = folder / "some.ckpt"
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step != 2 or not trainer.is_global_zero:
+            return
+        strategy: Any = trainer.strategy
+        if self.call == "save_checkpoint":
+            trainer.save_checkpoint(self.path)
+        elif self.call == "full_parameters":
+            with strategy.full_parameters():
+                pass
+        elif self.call == "barrier":
+            strategy.barrier()
+        elif self.call == "broadcast":
+            strategy.broadcast(1)
+
+
+def call_on_rank_zero(cell: Cell, call: str, folder: Path) -> str:
+    return fit(replace(cell, strategy=(("timeout", 3),)), LanguageModule(), callbacks=[OnRankZero(call, folder)])
+
+
+@pytest.mark.contract(
+    "Faults",
+    "`trainer.save_checkpoint`, `full_parameters`, `barrier`, ... on some ranks only: ends after `timeout`, with an"
+    " error that says which rank is in which call",
+    "refused",
+    "Lightning#19604",
+)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("save_checkpoint", "trainer.save_checkpoint()"),
+        pytest.param("full_parameters", "strategy.full_parameters()", marks=pytest.mark.long),
+        pytest.param("barrier", "strategy.barrier()", marks=pytest.mark.long),
+        pytest.param("broadcast", "strategy.broadcast()", marks=pytest.mark.long),
+    ],
+)
+def test_a_call_of_one_rank_only_is_named(world: World, tmp_path: Path, call: str, name: str) -> None:
+    said = world.run(call_on_rank_zero, FEW, call, tmp_path, size=2)
+    for text in said:
+        assert "RanksApart: Ranks have waited for each other in vain, until the time-out." in text
+        assert f"They were\n  in {name}: rank 0\n  in the end of a hook of the loop: rank 1" in text
+        assert "take them out of `if trainer.is_global_zero:`" in text
+    assert not (tmp_path / "some.ckpt").exists()
+
+
+class GathersMoreOnRankZero(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.is_global_zero:
+            module.all_gather(torch.ones(3))
+        trainer.strategy.reduce(torch.ones(2))
+
+
+def gather_on_rank_zero() -> str:
+    return fit(REPLICAS, LanguageModule(), callbacks=[GathersMoreOnRankZero()])
+
+
+def test_a_call_that_meets_another_one_is_named_at_once(world: World) -> None:
+    first, second = world.run(gather_on_rank_zero, size=2)
+    assert first == second
+    assert "call: self.all_gather() in on_train_batch_end after step 1 on rank 0; strategy.reduce() or" in first
+    assert "the tensor given to it: [3] float32 on rank 0; [2] float32 on rank 1" in first
