@@ -16,7 +16,7 @@ from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.gradients import GradientSync
 from lightning_chimera.runtime.links import Boundary, Links
 from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
-from lightning_chimera.runtime.randomness import keyed, mix, reseed
+from lightning_chimera.runtime.randomness import keyed, mix, preserved, reseed, seed
 from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
 from lightning_chimera.timeline import Span, sync_places
 
@@ -149,11 +149,12 @@ class Pipeline:
             self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call, self.look
         )
         self._work = work
-        if sync is None:
-            self._executor.run(lowered, work)
-        else:
-            self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)))
-            sync.start()
+        with preserved():  # once for all actions, each of which seeds the generators
+            if sync is None:
+                self._executor.run(lowered, work)
+            else:
+                self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)))
+                sync.start()
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
@@ -346,7 +347,8 @@ class _Training:
     ) -> Passage:
         """Calls the user's step for a part, as a stage sees it."""
         key = self._key(part)
-        with keyed(*key), self.call.context():
+        seed(*key)
+        with self.call.context():
             return self.runner.run(
                 stage,
                 lambda: self.call.step(self.microbatches[part].data),
@@ -375,8 +377,9 @@ class _Training:
     def _backward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
         held = self.held[stage, part]
         entered, left = held.entered, held.left
-        recomputes = keyed(*self._key(part)) if self._recomputes_blocks(stage) else nullcontext()
-        with recomputes, self._splitting(stage, held.later):
+        if self._recomputes_blocks(stage):
+            seed(*self._key(part))
+        with self._splitting(stage, held.later):
             if stage == self.runner.num_stages - 1:
                 if left is not None:
                     self.call.backward(left)

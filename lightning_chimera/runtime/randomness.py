@@ -36,22 +36,33 @@ def _seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextmanager
-def keyed(*key: int) -> Iterator[None]:
-    """Runs code under generators seeded from a key: torch, numpy and random.
+def seed(*key: int) -> None:
+    """Seeds the global generators from a key: those of torch, numpy and random."""
+    mixed = mix(*key)
+    _seed_torch(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
 
-    The states of the CPU generators are restored; that of an accelerator is not, since reading it would wait for the
-    device, and no loader draws from it.
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Puts the generators on the CPU back to where they were; that costs ten times as much as to seed them.
+
+    That of an accelerator is not put back, since reading it would wait for the device, and no loader draws from it.
     """
     states = get_states()
-    seed = mix(*key)
-    _seed_torch(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
     try:
         yield
     finally:
         set_states(states)
+
+
+@contextmanager
+def keyed(*key: int) -> Iterator[None]:
+    """Runs code under generators seeded from a key, and puts them back (see :func:`preserved`)."""
+    with preserved():
+        seed(*key)
+        yield
 
 
 def get_states() -> States:
