@@ -1,0 +1,376 @@
+"""What a step costs besides its work: actions, messages, logging, and everything around the schedule.
+
+Two ranks of one thread each train a small GPT-2 (4 blocks, 32 wide; 2 microbatches of 2 rows of 16 tokens), whose work
+is so little that the rest can be seen. Both also train it with a plain Trainer, at the same time; all kinds of runs
+take turns in the same two processes, and the median step of each kind counts. `added` is what a pipeline takes longer,
+waiting for the other rank included, and `added cpu` what its thread computes more.
+
+An action is what a schedule runs: `plain` is here the forward or backward of a microbatch in a plain module, divided
+by the actions in the place of it. Without a model only the executor and the messages are left. Outside of the schedule
+is all but forward and backward. The rows of values and a metric say how much longer a step is where it logs them. A
+message is half of the way to the other rank and back, with two actions that do nothing.
+"""
+
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.ranks import TIMEOUT, run
+from benchmarks.report import Bar, Report, arguments
+from benchmarks.schedules import one_microbatch
+from lightning_chimera import ChimeraStrategy
+from lightning_chimera.runtime.executor import Executor, Incoming
+from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.schedules import Action, Schedule, get_family, lower
+
+RANKS = 2
+MICROBATCHES, ROWS, LENGTH, VOCABULARY = 2, 2, 16, 101
+VALUES = 10
+
+ACTION_LIMIT = 0.2
+"""Milliseconds that an action may cost with its messages."""
+LOGGED_LIMIT = 1.0
+"""Milliseconds that a step may take longer where it logs ten values and a metric."""
+
+ACTION, BARE_ACTION = "action", "action without a model"
+
+SIZES = (1, 4, 16, 64, 256, 1024, 4096)
+"""Of messages, in KiB."""
+
+WARM_UP = 5
+"""Steps of each run that are not counted."""
+
+
+class Logging(NamedTuple):
+    """What a step logs."""
+
+    name: str
+    values: int
+    metric: bool
+
+
+NOTHING = Logging("nothing", 0, metric=False)
+SOME = Logging(f"{VALUES} values", VALUES, metric=False)
+ALL = Logging(f"{VALUES} values and a metric", VALUES, metric=True)
+KINDS = (NOTHING, SOME, ALL)
+
+
+class Module(L.LightningModule):
+    """A small language model that logs.
+
+    Args:
+        what: What its step logs.
+    """
+
+    def __init__(self, what: Logging) -> None:
+        super().__init__()
+        self.model = GPT2LMHeadModel(
+            GPT2Config(
+                n_positions=LENGTH,
+                n_embd=32,
+                n_layer=4,
+                n_head=2,
+                vocab_size=VOCABULARY,
+                bos_token_id=0,
+                eos_token_id=0,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
+        )
+        self.mean = torchmetrics.MeanMetric() if what.metric else None
+        self.values = what.values
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Logs the loss under several names."""
+        loss: Tensor = self.model(**batch).loss
+        for number in range(self.values):
+            self.log(f"value_{number}", loss)
+        if self.mean is not None:
+            self.mean(loss.detach())
+            self.log("mean", self.mean)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Moment(NamedTuple):
+    """Seconds, of the clock and of this thread; a moment, or the time between two."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> "Moment":
+        """The moment."""
+        return cls(time.perf_counter(), time.thread_time())
+
+    @classmethod
+    def median(cls, found: Iterable["Moment"]) -> "Moment":
+        """The medians of both."""
+        return cls(*map(statistics.median, zip(*found, strict=True)))
+
+    def less(self, other: "Moment") -> "Moment":
+        """The time from another moment to this, or what one time is more than another."""
+        return Moment(self.wall - other.wall, self.cpu - other.cpu)
+
+    def times(self, factor: float) -> "Moment":
+        """Many times this."""
+        return Moment(self.wall * factor, self.cpu * factor)
+
+
+@dataclass
+class Times:
+    """What the steps of some runs of one kind took.
+
+    Attributes:
+        whole: Whole steps.
+        inside: Their forward and backward.
+        losses: Their losses.
+    """
+
+    whole: list[Moment] = field(default_factory=list)
+    inside: list[Moment] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def outside(self) -> list[Moment]:
+        """The rest of each step."""
+        return [whole.less(inside) for whole, inside in zip(self.whole, self.inside, strict=True)]
+
+
+class Clock(Callback):
+    """Notes what steps take.
+
+    Args:
+        times: Where they are noted.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._last: Moment | None = None
+        self._inside: list[Moment] = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Puts a clock around what is inside: the schedule, or the step and the backward of a plain Trainer."""
+        if isinstance(trainer.strategy, ChimeraStrategy):
+            pipeline: Any = trainer.strategy.engine.pipeline
+            pipeline.train = self._timed(pipeline.train)
+        else:
+            own: Any = module
+            own.training_step, own.backward = self._timed(module.training_step), self._timed(module.backward)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = Moment.now()
+            result = function(*args, **kwargs)
+            self._inside.append(Moment.now().less(start))
+            return result
+
+        return timed
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes a step: from the end of the last to the end of this."""
+        now = Moment.now()
+        self._times.losses.append(float(outputs["loss"]))
+        if self._last is not None and batch_idx >= WARM_UP:
+            self._times.whole.append(now.less(self._last))
+            self._times.inside.append(Moment(*map(sum, zip(*self._inside, strict=True))))
+        self._last, self._inside = Moment.now(), []
+
+
+def fit(what: Logging, times: Times, steps: int, rows: int, strategy: ChimeraStrategy | None) -> None:
+    """Trains the module for some steps, plainly or as a pipeline."""
+    torch.manual_seed(0)
+    module = Module(what)
+    data = torch.randint(VOCABULARY, ((steps + WARM_UP) * rows, LENGTH))
+    loader: DataLoader[Any] = DataLoader([{"input_ids": row, "labels": row} for row in data], batch_size=rows)  # type: ignore[arg-type]
+    L.Trainer(
+        max_epochs=1,
+        devices=1 if strategy is None else RANKS,
+        strategy="auto" if strategy is None else strategy,
+        callbacks=[Clock(times)],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, loader)
+
+
+class Idle:
+    """The work of actions that do nothing.
+
+    Args:
+        schedule: What is run.
+        nbytes: Size of a message.
+    """
+
+    def __init__(self, schedule: Schedule, nbytes: int) -> None:
+        self._takes, self._gives = set(schedule.producers), set(schedule.producers.values())
+        self._tensor = torch.zeros(nbytes // 4)
+
+    def boundary(self, action: Action) -> Boundary:
+        """Shape and type of each message."""
+        return Boundary(self._tensor.shape, self._tensor.dtype)
+
+    demand = boundary
+
+    def run(self, action: Action, incoming: Incoming) -> Tensor | None:
+        """Takes the input and gives an output."""
+        if action in self._takes:
+            incoming(self.boundary(action))
+        return self._tensor if action in self._gives else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- rank
+
+
+class Figure(NamedTuple):
+    """A row of the table on one rank.
+
+    Attributes:
+        what: What was measured.
+        plain: With a plain Trainer.
+        ours: In a pipeline.
+    """
+
+    what: str
+    plain: Moment
+    ours: Moment
+
+
+def _rank(steps: int, rounds: int) -> tuple[list[Figure], float]:
+    """Measures everything on this rank.
+
+    Returns:
+        The rows, and the largest relative difference between the losses of a pipeline and of a plain Trainer.
+    """
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    plain, ours, single = [Times() for _ in KINDS], [Times() for _ in KINDS], Times()
+    for _ in range(rounds):
+        for number, kind in enumerate(KINDS):
+            dist.barrier()
+            fit(kind, plain[number], steps, MICROBATCHES * ROWS, None)
+            dist.barrier()
+            strategy = ChimeraStrategy(num_microbatches=MICROBATCHES, print_plan=False, timeout=TIMEOUT)
+            fit(kind, ours[number], steps, MICROBATCHES * ROWS, strategy)
+        dist.barrier()
+        fit(NOTHING, single, steps, ROWS, None)
+    differences = [
+        abs(one - other) / other
+        for piped, reference in zip(ours, plain, strict=True)
+        for one, other in zip(piped.losses, reference.losses, strict=True)
+    ]
+    figures = [*_of_steps(plain, ours, single), *_of_messages(steps)]
+    return figures, max(differences)
+
+
+def _of_steps(plain: Sequence[Times], ours: Sequence[Times], single: Times) -> Iterator[Figure]:
+    """The rows that follow from whole steps."""
+    actions = sum(map(len, get_family("chimera").build(RANKS, MICROBATCHES).rows)) / RANKS
+    usual = Moment.median(plain[0].whole), Moment.median(ours[0].whole)
+    yield Figure("step", *usual)
+    yield Figure("outside of the schedule", Moment.median(plain[0].outside), Moment.median(ours[0].outside))
+    work = Moment.median(single.inside).times(MICROBATCHES / RANKS / actions)
+    yield Figure(ACTION, work, Moment.median(ours[0].inside).times(1 / actions))
+    for number, kind in enumerate(KINDS[1:], 1):
+        in_plain, in_ours = Moment.median(plain[number].whole), Moment.median(ours[number].whole)
+        yield Figure(kind.name, in_plain.less(usual[0]), in_ours.less(usual[1]))
+
+
+def _of_messages(steps: int) -> Iterator[Figure]:
+    """The rows of actions that do nothing but hand on messages."""
+    topology = Topology.of_world(RANKS, RANKS, dist.get_rank())
+    schedule = get_family("chimera").build(RANKS, MICROBATCHES)
+    groups = Groups.reuse(None, topology, schedule.placement, [], TIMEOUT)
+    links = Links(topology, groups.links, torch.device("cpu"))
+    links.warm_up()
+    executor = Executor(links, topology.position)
+
+    def median(schedule: Schedule, kib: int) -> Moment:
+        lowered, work, spent = lower(schedule), Idle(schedule, kib * 1024), []
+        for _ in range(WARM_UP + steps):
+            dist.barrier()
+            start = Moment.now()
+            executor.run(lowered, work)
+            spent.append(Moment.now().less(start))
+        return Moment.median(spent[WARM_UP:])
+
+    nothing = Moment(0.0, 0.0)
+    yield Figure(BARE_ACTION, nothing, median(schedule, 1).times(1 / len(schedule.rows[topology.position])))
+    for kib in SIZES:
+        yield Figure(f"message of {kib} KiB", nothing, median(one_microbatch(schedule.placement), kib).times(1 / 2))
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def judge(report: Report, ranks: Sequence[tuple[list[Figure], float]], *, on_time: bool) -> None:
+    """Adds the rows, which are means over the ranks, and the bars."""
+
+    def milliseconds(found: Iterable[float]) -> float:
+        return statistics.fmean(found) * 1e3
+
+    added = {}
+    for same in zip(*(figures for figures, _ in ranks), strict=True):
+        more = [figure.ours.less(figure.plain) for figure in same]
+        row = {
+            "what": same[0].what,
+            "plain_ms": milliseconds(figure.plain.wall for figure in same),
+            "ours_ms": milliseconds(figure.ours.wall for figure in same),
+            "added_ms": milliseconds(time.wall for time in more),
+            "added_cpu_ms": milliseconds(time.cpu for time in more),
+        }
+        report.rows.append(row)
+        added[same[0].what] = row
+    report.bars.append(Bar("difference of the losses to a plain Trainer's", max(found for _, found in ranks), 1e-5))
+    if on_time:
+        # A rank that waits for the other does not work: only the thread's own time can be told from the model's.
+        report.bars.append(Bar("ms of an action, computing", added[ACTION]["added_cpu_ms"], ACTION_LIMIT))
+        report.bars.append(Bar("ms of an action without a model", added[BARE_ACTION]["added_ms"], ACTION_LIMIT))
+        report.bars.append(
+            Bar(f"ms of {ALL.name}, on top of Lightning's own", added[ALL.name]["added_ms"], LOGGED_LIMIT)
+        )
+
+
+def main() -> int:
+    """Measures all of it on two ranks."""
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=60, help="steps of a run that are counted")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    given = parser.parse_args()
+    if min(given.steps, given.rounds) < 1:
+        parser.error("one step or more is counted, of one run or more")
+    steps, rounds = (5, 1) if given.quick else (given.steps, given.rounds)
+    about = {"ranks": RANKS, "microbatches": MICROBATCHES, "rows": ROWS, "length": LENGTH, "steps": steps * rounds}
+    report = Report("What a step costs besides its work", about)
+    judge(report, run(_rank, steps, rounds, size=RANKS, limit=100 if given.quick else 900), on_time=not given.quick)
+    return report.finish(given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
