@@ -32,16 +32,21 @@ from lightning_chimera.reporting import (
     LogCall,
     MetricSync,
     Report,
+    Value,
+    as_number,
     check_windows,
     combine,
     metrics_of,
     noting_updates,
+    recorded,
     recording,
+    reduce,
     replay,
     silent,
 )
 from lightning_chimera.results import join, join_grown
 from lightning_chimera.runtime.agreement import check_in_group, describe
+from lightning_chimera.runtime.exchange import Broadcast, Gather
 from lightning_chimera.runtime.gradients import (
     GradientSync,
     PlaceholderGradients,
@@ -52,7 +57,7 @@ from lightning_chimera.runtime.gradients import (
 )
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split, split_together
-from lightning_chimera.runtime.packing import Broadcast
+from lightning_chimera.runtime.packing import Constant
 from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, TrainingCall
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.runtime.weights import LossWeights
@@ -130,7 +135,7 @@ class _Part:
 
     Attributes:
         place: Replica and number of the microbatch.
-        loss: Its loss, on the device until the step is over.
+        loss: Its loss, and the type that it had.
         report: What it logged.
         extras: What the step returned besides the loss, if it returned a dict.
         grown: What it appended to lists of the module.
@@ -138,26 +143,42 @@ class _Part:
     """
 
     place: tuple[int, int]
-    loss: Tensor
+    loss: tuple[Value, torch.dtype]
     report: Report
     extras: dict[str, Any]
     grown: dict[str, list[Addition]]
     counts: bool
 
-    def on_cpu(self) -> "_Part":
-        """The same on the CPU, as it travels between ranks."""
-        extras, grown = move_data_to_device((self.extras, self.grown), torch.device("cpu"))
-        return _Part(self.place, self.loss.cpu(), self.report.on_cpu(), extras, grown, self.counts)
+    def as_tree(self) -> Any:
+        """The same as it travels between ranks."""
+        value, dtype = self.loss
+        return self.place, value, Constant(dtype), self.report.as_tree(), self.extras, self.grown, self.counts
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> "_Part":
+        """What another rank has sent, on the CPU."""
+        place, value, dtype, report, *rest = tree
+        return cls(place, (as_number(value), dtype), Report.of_tree(report), *rest)
 
 
 class _Buffer(NamedTuple):
-    """A buffer, and how often it had been changed in place."""
+    """A buffer of a part of the module as it was before a step."""
 
+    name: str
+    own: dict[str, Tensor | None]
+    key: str
     tensor: Tensor
     version: int
 
-    def is_same(self, other: "_Buffer") -> bool:
-        return self.tensor is other.tensor and self.version == other.version
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has been changed in place since, or another has taken its place."""
+        now = self.own.get(self.key)
+        return now is not None and (now is not self.tensor or _version(now) != self.version)
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 class Engine:
@@ -198,9 +219,11 @@ class Engine:
         self.is_cut = True
         self.in_step = False
         self._head_loss = runner.anatomy.head_loss
-        self._is_of_model: Callable[[str], bool] = lambda name: runner.anatomy.layer_of(name) is not None
+        self._anatomy = runner.anatomy
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
         self._present: set[int] = set()
+        self._has_gradients: list[bool] = []
+        self._used: list[int] = []
         self._is_summed = True
         self._optimized: list[list[int]] = []
         self.ownership.drop(device)
@@ -208,7 +231,9 @@ class Engine:
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
-        for metric in metrics_of(module):
+        self._inner_metrics = metrics_of(runner.anatomy.base.modules())
+        self._paths: dict[int, str] = {}
+        for metric in metrics_of(module.modules()):
             metric.to(device)
         self.seed = self._synchronize()
         links = Links(topology, self.groups.links, device)
@@ -229,6 +254,7 @@ class Engine:
         self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
         self._hide_after_clipping()
         self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
+        self._gather_steps, self._gather_reports = Gather(self.groups.world), Gather(self.groups.world)
 
     def _synchronize(self) -> int:
         """Makes all copies of a stage equal, and the buffers those of global rank 0; agrees on a seed."""
@@ -284,13 +310,14 @@ class Engine:
         parts: list[_Part] = []
         calls: list[LogCall] = []
         grown: dict[str, list[Addition]] = {}
-        metrics = metrics_of(self.module)
+        around = self._anatomy.around(self.module)
+        metrics = self._inner_metrics + metrics_of(part for _, part in around)
         check = check_windows(metrics, len(microbatches))
 
         def step(data: Any) -> Any:
             nonlocal calls, grown
             # Of what the stages append, that of the last counts: it appends the same once more, and more.
-            with recording(self.module) as calls, growing(self.module) as grown, noting_updates(metrics):
+            with recording(self.module, self._paths) as calls, growing(self.module) as grown, noting_updates(metrics):
                 return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
@@ -300,32 +327,34 @@ class Engine:
             report = Report(share, microbatches[number].rows, calls)
             counts = share > 0 and (loss.requires_grad or head.counts == ())
             place = (self.topology.replica, number)
-            parts.append(_Part(place, loss.detach(), report, detach(extras_of(result)), detach(grown), counts))
+            parts.append(_Part(place, recorded(loss), report, detach(extras_of(result)), detach(grown), counts))
             return scale(loss * (share / accumulate)) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
-        before = self._buffers()
+        before = self._buffers(around)
         with self._stepping(), silent(self.module), self._apart() as earlier:
             sync = self._gradient_sync if is_last and self._gradient_sync.is_early else None
             if sync is not None:
                 sync.begin({} if is_first else earlier)
             self.pipeline.train(microbatches, call, sync)
-        changed = [name for name, now in self._buffers().items() if not now.is_same(before.get(name, now))]
-        gathered = self._gather(([part.on_cpu() for part in parts], self._used(), self._optimized, changed))
-        shared, used, groups, buffers = zip(*gathered, strict=True)
+        changed = [buffer.name for buffer in before if buffer.is_changed]
+        self._note_used()
+        own = [part.as_tree() for part in parts], Constant(self._used), Constant(self._optimized), Constant(changed)
+        shared, used, groups, buffers = zip(*self._gather_steps(own), strict=True)
         check_groups(groups)
         check_buffers(buffers)
         self._present = set(chain.from_iterable(used))
-        return self._join(sorted(chain.from_iterable(shared), key=lambda part: part.place), weights.total_rows)
+        parts = [_Part.of_tree(tree) for tree in chain.from_iterable(shared)]
+        return self._join(sorted(parts, key=lambda part: part.place), weights.total_rows)
 
-    def _buffers(self) -> dict[str, "_Buffer"]:
-        """The buffers of the user's own as they are now."""
-        named = self.module.named_buffers()
-        return {
-            name: _Buffer(buffer, 0 if buffer.is_inference() else buffer._version)
-            for name, buffer in named
-            if not self._is_of_model(name)
-        }
+    def _buffers(self, parts: Iterable[tuple[str, nn.Module]]) -> list[_Buffer]:
+        """The buffers of the user's own as they are now, of the parts around the base model."""
+        return [
+            _Buffer(name, part._buffers, key, buffer, _version(buffer))
+            for path, part in parts
+            for key, buffer in part._buffers.items()
+            if buffer is not None and self._anatomy.layer_of(name := f"{path}.{key}" if path else key) is None
+        ]
 
     def _split(self, batch: Batch) -> list[Microbatch]:
         """Splits a batch, as the module says if it does; those of several loaders each by its own rows."""
@@ -359,7 +388,9 @@ class Engine:
             vars(self.module)[name].extend(move_data_to_device(grown, self.device))
         common = [key for key in parts[0].extras if all(key in part.extras for part in parts)]
         extras = {key: joined([part.extras[key] for part in parts]) for key in common}
-        return {"loss": joined([part.loss for part in parts]), **extras}
+        values, (_, dtype) = [part.loss[0] for part in parts], parts[0].loss
+        loss = torch.as_tensor(reduce("mean", shares, values), dtype=dtype, device=self.device)
+        return {"loss": loss, **extras}
 
     @contextmanager
     def _apart(self) -> Iterator[Mapping[nn.Parameter, Tensor | None]]:
@@ -391,10 +422,13 @@ class Engine:
         places = {parameter: index for index, parameter in enumerate(self.ownership.holders)}
         self._optimized = [[places[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def _used(self) -> list[int]:
-        """The parameters that got a gradient on this rank, by their places in the module."""
-        gradients = dict(self._pending)
-        return [index for index, parameter in enumerate(self.ownership.holders) if gradients.get(parameter) is not None]
+    def _note_used(self) -> None:
+        """Notes the parameters that got a gradient on this rank, by their places in the module, if others did."""
+        now = [gradient is not None for _, gradient in self._pending]
+        if now != self._has_gradients:
+            self._has_gradients = now
+            used = {parameter for parameter, gradient in self._pending if gradient is not None}
+            self._used = [index for index, parameter in enumerate(self.ownership.holders) if parameter in used]
 
     def put_gradients(self) -> None:
         """Adds the gradients of the last step to those in place."""
@@ -479,13 +513,13 @@ class Engine:
             What the step returned, on every rank of this group.
         """
         result: Any = None
-        own: Report | None = None
+        own: Any = None
         if counts:
             result, calls = self._evaluate(name, batch)
-            own = Report(float(batch.all_rows), count_rows(batch.data) or 1, calls).on_cpu()
-            own = own if self.topology.is_leader else None
+            if self.topology.is_leader:
+                own = Report(batch.all_rows, count_rows(batch.data) or 1, calls).as_tree()
         if logs:
-            reports = [report for report in self._gather(own) if report is not None]
+            reports = [Report.of_tree(tree) for tree in self._gather_reports(own) if tree is not None]
             replay(self.module, combine(reports), sum(report.rows for report in reports))
         return result
 
@@ -493,11 +527,11 @@ class Engine:
         """Runs the step, and shares its result and what it noted on the module behind the model call."""
         before = Notes.of(self.module)
         calls: list[LogCall] = []
-        metrics = metrics_of(self.module)
+        metrics = self._inner_metrics + metrics_of(part for _, part in self._anatomy.around(self.module))
 
         def step(data: Any) -> Any:
             nonlocal calls
-            with recording(self.module) as calls, noting_updates(metrics):
+            with recording(self.module, self._paths) as calls, noting_updates(metrics):
                 return getattr(self.module, name)(data, *batch.args, **batch.kwargs)
 
         call = Call(step, batch.context, batch.key)
@@ -518,12 +552,6 @@ class Engine:
             yield
         finally:
             self.in_step = False
-
-    def _gather(self, own: Any) -> list[Any]:
-        """What every rank of the world has, in the order of the global ranks."""
-        gathered: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(gathered, own, group=self.groups.world)
-        return gathered
 
     def timeline(self) -> Timeline | None:
         """When the actions of the last training step ran, over this rank's pipeline group; every rank must call it.

@@ -6,9 +6,10 @@ see the same values everywhere, as in a single process.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 from torchmetrics.wrappers import Running
 
+from lightning_chimera.runtime.packing import Constant
+
 _IN_STEPS = "_chimera_in_steps"
 """Marks a metric that steps update, and have updated on this rank."""
+
+
+Value = float | Tensor
+"""What is logged: a number, in double precision whatever its type, or a tensor of any other shape."""
 
 
 @dataclass
@@ -31,12 +38,14 @@ class LogCall:
     Attributes:
         name: The key.
         value: The value; for a metric, its value for this step if it has one.
+        dtype: In which the value is logged at last.
         metric: Path of the metric in the module, if one was logged.
         options: All other arguments.
     """
 
     name: str
-    value: Tensor | None
+    value: Value | None
+    dtype: torch.dtype
     metric: str | None
     options: dict[str, Any]
 
@@ -55,10 +64,29 @@ class Report:
     rows: int
     calls: list[LogCall] = field(default_factory=list)
 
-    def on_cpu(self) -> "Report":
-        """The same with all values on the CPU, as it travels between ranks."""
-        moved = [replace(call, value=None if call.value is None else call.value.cpu()) for call in self.calls]
-        return Report(self.share, self.rows, moved)
+    def as_tree(self) -> Any:
+        """The report as it travels between ranks: what each call says of itself is the same in every step."""
+        sizes = [call.options.get("batch_size") for call in self.calls]
+        fixed = [
+            (
+                call.name,
+                call.dtype,
+                call.metric,
+                {**call.options, "batch_size": None} if size is not None else call.options,
+            )
+            for call, size in zip(self.calls, sizes, strict=True)
+        ]
+        return float(self.share), self.rows, Constant(fixed), [call.value for call in self.calls], sizes
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> "Report":
+        """The report again."""
+        share, rows, fixed, values, sizes = tree
+        calls = [
+            LogCall(name, as_number(value), dtype, metric, options if size is None else {**options, "batch_size": size})
+            for (name, dtype, metric, options), value, size in zip(fixed, values, sizes, strict=True)
+        ]
+        return cls(share, rows, calls)
 
 
 def check_group(group: Any) -> None:
@@ -75,32 +103,80 @@ def check_group(group: Any) -> None:
 
 
 @contextmanager
-def recording(module: LightningModule) -> Iterator[list[LogCall]]:
-    """Records ``module.log`` (and with it ``log_dict``) instead of logging."""
-    signature = inspect.signature(LightningModule.log)
+def recording(module: LightningModule, paths: dict[int, str]) -> Iterator[list[LogCall]]:
+    """Records ``module.log`` (and with it ``log_dict``) instead of logging.
+
+    Args:
+        module: The user's module.
+        paths: Where logged metrics were found by their ids; filled here, so that they are searched for once in a run.
+    """
     calls: list[LogCall] = []
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        options = dict(signature.bind(module, name, value, *args, **kwargs).arguments)
-        for known in ("self", "name", "value"):
-            options.pop(known)
+        options = _options(module, args, kwargs)
         reduce_fx = options.get("reduce_fx", "mean")
-        check_group(options.get("sync_dist_group"))
+        check_group(options.pop("sync_dist_group", None))
         options["reduce_fx"] = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
         path = None
         if isinstance(value, Metric):
-            path = next((path for path, part in module.named_modules() if part is value), None)
+            path = _path_of(value, module, paths)
             if path is None:
                 raise ValueError(
                     f"self.log({name!r}, ...) got a {type(value).__name__} that is no attribute of the module. Make it"
                     " one in __init__, so that every rank knows it."
                 )
             value = value._forward_cache
-        tensor = None if value is None else torch.as_tensor(value).detach().clone()
-        calls.append(LogCall(name, tensor, path, options))
+        kept, dtype = (None, torch.get_default_dtype()) if value is None else recorded(value)
+        calls.append(LogCall(name, kept, dtype, path, options))
 
     with _logging_by(module, log):
         yield calls
+
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+def _options(module: LightningModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``self.log`` behind the name and the value, by their names."""
+    if not args and kwargs.keys() <= _SIGNATURE.parameters.keys() - {"self", "name", "value"}:
+        return kwargs
+    bound = _SIGNATURE.bind(module, "", None, *args, **kwargs).arguments
+    return {name: value for name, value in bound.items() if name not in ("self", "name", "value")}
+
+
+def _path_of(metric: Metric, module: LightningModule, paths: dict[int, str]) -> str | None:
+    """Where a metric is in the module; ``None`` if it is not there."""
+    path = paths.get(id(metric))
+    if path is None or _submodule(module, path) is not metric:
+        path = next((path for path, part in module.named_modules() if part is metric), None)
+        if path is not None:
+            paths[id(metric)] = path
+    return path
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def recorded(value: Any) -> tuple[Value, torch.dtype]:
+    """A value as it is now, and the type in which it is to be logged."""
+    default = torch.get_default_dtype()
+    if type(value) is float:
+        return value, default
+    tensor = torch.as_tensor(value).detach()
+    dtype = tensor.dtype if tensor.dtype.is_floating_point else default
+    # A number on a device is read together with all others when the step is over: each would be waited for.
+    return (as_number(tensor) if tensor.is_cpu else tensor.clone()), dtype
+
+
+def as_number(value: Any) -> Any:
+    """A tensor without dimensions as a number; another as a copy, anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.ndim or value.is_complex() else float(value.item())
 
 
 @contextmanager
@@ -145,19 +221,41 @@ def _merge(entries: list[tuple[Report, LogCall]]) -> LogCall:
     if all(call.options.get("batch_size") == report.rows for report, call in entries):
         options["batch_size"] = sum(report.rows for report, _ in entries)
     known = [(report.share, call.value) for report, call in entries if call.value is not None]
-    if not known:
-        return LogCall(first.name, None, first.metric, options)
-    values = torch.stack([value.double() for _, value in known])
-    if options["reduce_fx"] == "sum":
-        total = values.sum(dim=0)
-    elif options["reduce_fx"] in ("min", "max"):
-        total = getattr(values, f"a{options['reduce_fx']}")(dim=0)
-    else:
-        total = weighted_mean([share for share, _ in known], values)
-    dtype = known[0][1].dtype
-    return LogCall(
-        first.name, total.to(dtype if dtype.is_floating_point else torch.get_default_dtype()), first.metric, options
-    )
+    shares, values = [share for share, _ in known], [value for _, value in known]
+    value = reduce(options["reduce_fx"], shares, values) if known else None
+    dtype = next((call.dtype for _, call in entries if call.value is not None), first.dtype)
+    return LogCall(first.name, value, dtype, first.metric, options)
+
+
+def reduce(reduce_fx: str, shares: Sequence[float], values: Sequence[Value]) -> Value:
+    """One value of those of all parts: their mean by the shares, their sum, minimum or maximum."""
+    numbers = [value for value in values if isinstance(value, float)]
+    if len(numbers) == len(values):
+        return _reduce_numbers(reduce_fx, shares, numbers)
+    return _reduce_tensors(reduce_fx, shares, values)
+
+
+def _reduce_numbers(reduce_fx: str, shares: Sequence[float], values: Sequence[float]) -> float:
+    """One of many numbers: torch's functions would cost more than all else that is done for them."""
+    if reduce_fx == "sum":
+        return sum(values)
+    if reduce_fx in ("min", "max"):
+        missing = next((value for value in values if math.isnan(value)), None)
+        return missing if missing is not None else (min if reduce_fx == "min" else max)(values)
+    counted = [(share, value) for share, value in zip(shares, values, strict=True) if share > 0]
+    if not counted:
+        return sum(values) / len(values)
+    return sum(share * value for share, value in counted) / sum(share for share, _ in counted)
+
+
+def _reduce_tensors(reduce_fx: str, shares: Sequence[float], values: Sequence[Value]) -> Tensor:
+    stacked = torch.stack([torch.as_tensor(value).double() for value in values])
+    if reduce_fx == "sum":
+        return stacked.sum(dim=0)
+    if reduce_fx in ("min", "max"):
+        reduced: Tensor = getattr(stacked, f"a{reduce_fx}")(dim=0)
+        return reduced
+    return weighted_mean(shares, stacked)
 
 
 def weighted_mean(shares: Sequence[float], values: Tensor) -> Tensor:
@@ -182,16 +280,21 @@ def replay(module: LightningModule, calls: Sequence[LogCall], rows: int) -> None
         options = {"batch_size": max(rows, 1), **call.options, "sync_dist": False}
         if call.metric is None:
             assert call.value is not None
-            module.log(call.name, call.value.to(module.device), **options)
+            module.log(call.name, _logged(call, module), **options)
             continue
         metric = module.get_submodule(call.metric)
         assert isinstance(metric, Metric)
-        metric.__dict__["_forward_cache"] = None if call.value is None else call.value.to(module.device)
+        metric.__dict__["_forward_cache"] = None if call.value is None else _logged(call, module)
         metric._computed = None
         if metric._update_count == 0:
             metric._update_count = 1  # of another rank
             metric.__dict__.pop(_IN_STEPS, None)
         module.log(call.name, metric, **options)
+
+
+def _logged(call: LogCall, module: LightningModule) -> Tensor:
+    """The combined value of a call as a tensor of its own type on this rank's device."""
+    return torch.as_tensor(call.value, dtype=call.dtype, device=module.device)
 
 
 class MetricSync:
@@ -232,9 +335,9 @@ class MetricSync:
         Metric._sync_dist = self._stock  # type: ignore[method-assign]
 
 
-def metrics_of(module: LightningModule) -> list[Metric]:
-    """The metrics of a module."""
-    return [part for part in module.modules() if isinstance(part, Metric)]
+def metrics_of(parts: Iterable[nn.Module]) -> list[Metric]:
+    """The metrics among the parts of a module."""
+    return [part for part in parts if isinstance(part, Metric)]
 
 
 @contextmanager

@@ -125,6 +125,21 @@ class Anatomy:
             return self.num_blocks + 1
         return self.num_blocks + 1 if _below(parameter, self.top_name) is not None else None
 
+    def around(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The parts of a user's module outside of the base model, by their names, in the order of the module."""
+        found: list[tuple[str, nn.Module]] = []
+        known: set[nn.Module] = {self.base}
+        rest: list[tuple[str, nn.Module]] = [("", module)]
+        while rest:
+            name, part = rest.pop()
+            if part in known:
+                continue
+            known.add(part)
+            found.append((name, part))
+            prefix = f"{name}." if name else ""
+            rest += [(prefix + key, inner) for key, inner in reversed(part._modules.items()) if inner is not None]
+        return found
+
 
 def _below(name: str, prefix: str) -> str | None:
     """The rest of a dotted name under a prefix, or ``None`` where it is not under it."""

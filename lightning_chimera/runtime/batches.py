@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_chimera.runtime.exchange import Broadcast
 from lightning_chimera.runtime.meeting import meeting
 from lightning_chimera.runtime.microbatches import check_dense, leaves
-from lightning_chimera.runtime.packing import Broadcast
 from lightning_chimera.runtime.randomness import States, get_states, set_states
 from lightning_chimera.runtime.topology import Groups, Topology
 
