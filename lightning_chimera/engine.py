@@ -26,6 +26,7 @@ from lightning_chimera import checkpoint
 from lightning_chimera.checks import check_buffers, check_built, check_groups, check_placed, recomputed_stages
 from lightning_chimera.notes import Addition, Notes, growing
 from lightning_chimera.partition.deferral import Splitter
+from lightning_chimera.partition.flops import training_flops
 from lightning_chimera.partition.ownership import Ownership
 from lightning_chimera.partition.stage import HeadCall, StageRunner
 from lightning_chimera.reporting import (
@@ -181,6 +182,22 @@ def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
+class Figures(NamedTuple):
+    """What a training step came to.
+
+    Attributes:
+        bubble: The part of the time of its actions that ranks idle in, on average.
+        sync_wait: Seconds that a rank has waited for sums of gradients behind its last action, on average.
+        peak_activations: Most activations on a rank at one time, in the unit of ``Schedule.peak_activations``.
+        utilization: The floating point operations of the model over those that the devices could have done.
+    """
+
+    bubble: float
+    sync_wait: float
+    peak_activations: float
+    utilization: float
+
+
 class Engine:
     """The stages of a module on this rank, and their part in every batch.
 
@@ -218,6 +235,7 @@ class Engine:
         self.device = device
         self.is_cut = True
         self.in_step = False
+        self._anatomy = runner.anatomy
         self._head_loss = runner.anatomy.head_loss
         self._anatomy = runner.anatomy
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -236,6 +254,8 @@ class Engine:
         for metric in metrics_of(module.modules()):
             metric.to(device)
         self.seed = self._synchronize()
+        self.sync_order = sync_order(layout.schedule(), layout.gradient_sync)
+        """The stages whose gradients are summed within the schedule."""
         links = Links(topology, self.groups.links, device)
         links.warm_up()
         self.pipeline = Pipeline(
@@ -247,9 +267,9 @@ class Engine:
             {stage: Splitter(runner.modules_of(stage, module)) for stage in placement.stages_of(topology.position)},
             Recompute(recomputed_stages(layout.recompute, runner.num_stages), blocks=layout.recompute == "blocks"),
             (self.seed, topology.replica),
-            order := sync_order(layout.schedule(), layout.gradient_sync),
+            self.sync_order,
         )
-        self._gradient_sync = GradientSync(self.ownership, self.groups.holders, order)
+        self._gradient_sync = GradientSync(self.ownership, self.groups.holders, self.sync_order)
         self._absent = PlaceholderGradients(self.ownership)
         self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
         self._hide_after_clipping()
@@ -583,6 +603,40 @@ class Engine:
             tuple(span._replace(start=span.start - start, end=span.end - start) for span in spans),
             labels,
             tuple(sync._replace(start=sync.start - start, end=sync.end - start) for sync in syncs),
+        )
+
+    def figures(self, seconds: float, rate: float) -> Figures:
+        """What the last training step came to, the same on every rank; every rank must call it.
+
+        Args:
+            seconds: How long this rank took for all of the step.
+            rate: Floating point operations that its device can do in a second.
+        """
+        spans = self.pipeline.spans
+        shift = time.time() - time.perf_counter()
+        flops = training_flops(self.module, self._anatomy, self.pipeline.hidden) if self.topology.is_leader else 0.0
+        own = (
+            min(span.start for span in spans) + shift,
+            max(span.end for span in spans) + shift,
+            sum(span.duration for span in spans),
+            self._gradient_sync.wait,
+            self.pipeline.peak_activations,
+            flops,
+            seconds,
+            rate,
+        )
+        gathered = torch.zeros(self.topology.world_size, len(own), dtype=torch.float64)
+        dist.all_gather_into_tensor(gathered, torch.tensor([own], dtype=torch.float64), group=self.groups.world)
+        start, end, busy, wait, peak, flops_of, seconds_of, rates = (
+            column.view(self.topology.num_replicas, self.topology.num_positions) for column in gathered.unbind(1)
+        )
+        spent = end.amax(1) - start.amin(1)
+        possible = float(seconds_of.max() * rates.sum())
+        return Figures(
+            bubble=float((1 - busy.mean(1) / spent).mean()),
+            sync_wait=float(wait.mean()),
+            peak_activations=float(peak.max()),
+            utilization=float(flops_of.sum()) / possible if possible else math.nan,
         )
 
     def module_state(self) -> dict[str, Any]:

@@ -113,6 +113,8 @@ class Pipeline:
         """That of the last training step; a batch of few rows has one of its own."""
         self.spans: list[Span] = []
         """When the actions of the last training step ran."""
+        self.hidden: list[torch.Size] = []
+        """The shapes of the hidden states of its microbatches."""
         self.peak_activations = 0.0
         """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
         self.look: Look | None = None
@@ -157,6 +159,7 @@ class Pipeline:
                 sync.start()
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
+        self.hidden = [boundary.shape for boundary in work.settled.values()]
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:

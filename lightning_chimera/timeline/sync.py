@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning_chimera.schedules.action import Action, Kind, Schedule
 from lightning_chimera.timeline.simulate import simulate
@@ -36,7 +36,7 @@ class SyncPolicy(enum.StrEnum):
 def synchronize(
     schedule: Schedule,
     timeline: Timeline,
-    policy: SyncPolicy,
+    policy: SyncPolicy | Collection[int],
     *,
     cost: float | Sequence[float] = 1.0,
     num_replicas: int = 1,
@@ -46,7 +46,7 @@ def synchronize(
     Args:
         schedule: what runs.
         timeline: when it runs, simulated or measured.
-        policy: when an all-reduce starts.
+        policy: when an all-reduce starts, or the stages whose all-reduce starts with their last gradient.
         cost: how long it takes: one number for all stages, or one for each.
         num_replicas: copies of the whole pipeline, among which gradients are summed as well.
 
@@ -57,7 +57,7 @@ def synchronize(
     if len(costs) != schedule.num_stages:
         raise ValueError(f"{len(costs)} costs for {schedule.num_stages} stages: give one, or one for each.")
     ready, ends = _ends(timeline)
-    early = eager_stages(schedule, timeline, policy, costs)
+    early = eager_stages(schedule, timeline, policy, costs) if isinstance(policy, SyncPolicy) else policy
     launches: list[tuple[float, int, tuple[int, ...]]] = []
     for stage in range(schedule.num_stages):
         ranks = _holders(schedule, stage)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_chimera.schedules.action import producers
-from lightning_chimera.timeline.timeline import Span, Timeline
+from lightning_chimera.timeline.timeline import Span, SyncSpan, Timeline
 
 Event = dict[str, Any]
 
 _COMPUTE = 0
+_SUMS = 1
 _MICROSECONDS = 1e6
 # Names of the viewer's palette, one for each pipe in turn.
 _COLOURS = ("thread_state_running", "thread_state_runnable", "thread_state_iowait", "thread_state_uninterruptible")
@@ -70,9 +71,26 @@ def _events(timeline: Timeline, prefix: str, first_process: int) -> Iterator[Eve
         yield _metadata("process_name", process, name=f"{prefix}{timeline.label(rank)}")
         yield _metadata("process_sort_index", process, sort_index=process)
         yield _metadata("thread_name", process, name="compute")
+    for sync in timeline.syncs:
+        yield from _sums(sync, first_process)
     for span in timeline.spans:
         yield _slice(span, first_process)
     yield from _arrows(timeline, first_process)
+
+
+def _sums(sync: SyncSpan, first_process: int) -> Iterator[Event]:
+    """Yield an all-reduce on a row of its own below each of its ranks."""
+    for rank in sync.ranks:
+        yield {
+            "ph": "X",
+            "name": f"all-reduce {', '.join(map(str, sync.stages))}",
+            "cat": "all-reduce",
+            "pid": first_process + rank,
+            "tid": _SUMS,
+            "ts": sync.start * _MICROSECONDS,
+            "dur": (sync.end - sync.start) * _MICROSECONDS,
+            "args": {"stages": list(sync.stages)},
+        }
 
 
 def _metadata(event: str, process: int, **args: str | int) -> Event:

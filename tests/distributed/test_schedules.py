@@ -217,7 +217,7 @@ def traced(cell: Cell, folder: str) -> None:
 def test_a_trace_of_few_rows_is_beside_the_simulation_of_what_ran(world: World, tmp_path: Path, cell: Cell) -> None:
     world.run(traced, cell, str(tmp_path), size=2)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    counts = Counter(event["pid"] for event in events if event["ph"] == "X")
+    counts = Counter(event["pid"] for event in events if event["ph"] == "X" and event["tid"] == 0)
     assert len(counts) == 4  # of two ranks, measured and simulated
     assert len(set(counts.values())) == 1
 
