@@ -307,8 +307,8 @@ def _of_messages(steps: int) -> Iterator[Figure]:
     topology = Topology.of_world(RANKS, RANKS, dist.get_rank())
     schedule = get_family("chimera").build(RANKS, MICROBATCHES)
     groups = Groups.reuse(None, topology, schedule.placement, [], TIMEOUT)
-    links = Links(topology, groups.links, torch.device("cpu"))
-    links.warm_up()
+    links = Links(topology, groups.links, torch.device("cpu"), TIMEOUT)
+    links.connect()
     executor = Executor(links, topology.position)
 
     def median(schedule: Schedule, kib: int) -> Moment:

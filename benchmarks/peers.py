@@ -51,7 +51,7 @@ from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import SCHEDULES, Action, Kind, Placement, Schedule, lower
 from lightning_chimera.timeline import Span, Timeline, simulate
 
-OURS = ("gpipe", "1f1b", "interleaved", "zb_v", "chimera", "chimera_split")
+OURS = ("gpipe", "1f1b", "interleaved", "zb_v", "chimera", "chimera_split", "chimera_split_v")
 
 PEERS: dict[str, Callable[[int], Placement]] = {
     "GPipe": Placement.down,
@@ -312,8 +312,9 @@ def _rank(candidates: Sequence[Candidate], num_microbatches: int, pace: Pace) ->
             found[number] = " ".join(str(error).split())
             continue
         if candidate.placement not in executors:
-            links = Links(topology, Groups(topology, candidate.placement, [], TIMEOUT).links, torch.device("cpu"))
-            links.warm_up()
+            groups = Groups(topology, candidate.placement, [], TIMEOUT)
+            links = Links(topology, groups.links, torch.device("cpu"), TIMEOUT)
+            links.connect()
             executors[candidate.placement] = Executor(links, topology.position)
         turns[number] = _our_turn(candidate.schedule, pace, executors[candidate.placement])
     for count in range(WARM_UP + pace.steps):

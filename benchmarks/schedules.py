@@ -159,8 +159,8 @@ def _rank(schedules: Sequence[Schedule], pace: Pace) -> list[list[list[Span]]]:
     size = dist.get_world_size()
     topology = Topology.of_world(size, size, dist.get_rank())
     groups = Groups(topology, schedules[0].placement, [], TIMEOUT)
-    links = Links(topology, groups.links, torch.device("cpu"))
-    links.warm_up()
+    links = Links(topology, groups.links, torch.device("cpu"), TIMEOUT)
+    links.connect()
     executor = Executor(links, topology.position)
     return [_steps(lower(schedule), Sleep(schedule, pace), executor, pace.steps) for schedule in schedules]
 

@@ -77,6 +77,7 @@ class Layout:
         build_short: Makes the schedules for fewer microbatches, where it is not ``build``.
         recompute: What runs once more in the backward instead of being kept, as the strategy takes it.
         gradient_sync: When the sums of gradients start.
+        shared_memory: Whether messages between the stages go through memory where two ranks see the same.
     """
 
     topology: Topology
@@ -85,6 +86,7 @@ class Layout:
     build_short: Builder | None = None
     recompute: str | Sequence[int] | None = None
     gradient_sync: SyncPolicy = SyncPolicy.LAZY
+    shared_memory: bool = True
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The training schedule, checked."""
@@ -256,8 +258,8 @@ class Engine:
         self.seed = self._synchronize()
         self.sync_order = sync_order(layout.schedule(), layout.gradient_sync)
         """The stages whose gradients are summed within the schedule."""
-        links = Links(topology, self.groups.links, device)
-        links.warm_up()
+        links = Links(topology, self.groups.links, device, timeout, shared_memory=layout.shared_memory)
+        links.connect()
         self.pipeline = Pipeline(
             runner,
             links,

@@ -104,6 +104,7 @@ class ChimeraStrategy(ParallelStrategy):
         timeout: Bound in seconds on every wait for another rank.
         nonfinite: What happens if a loss or a gradient is not finite: training goes on as in a plain Trainer
             (``"ignore"``), all ranks raise and say where it began (``"raise"``), or all skip the step (``"skip"``).
+        shared_memory: Whether ranks of one host that compute on the CPU hand over through memory that both see.
         start_method: How the processes of a node are started if nobody else does.
         print_plan: Whether global rank 0 prints the plan at the start.
         process_group_backend: ``gloo`` on the CPU and ``nccl`` on CUDA by default.
@@ -129,6 +130,7 @@ class ChimeraStrategy(ParallelStrategy):
         gradient_sync: Literal["eager", "eager-opt", "hidden", "lazy"] = "hidden",
         timeout: float | timedelta = 300.0,
         nonfinite: Nonfinite = "ignore",
+        shared_memory: bool = True,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         print_plan: bool = True,
         process_group_backend: str | None = None,
@@ -155,6 +157,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._timeout = check_timeout(timeout)
         check_recompute(recompute)
         self._recompute = recompute
+        self._shared_memory = shared_memory
         self._selection = select(schedule, pipes=pipes, chunks=chunks)
         fixed = self._selection.fixed
         if fixed is not None:
@@ -258,6 +261,7 @@ class ChimeraStrategy(ParallelStrategy):
             self._selection.short,
             self._recompute,
             self._gradient_sync,
+            self._shared_memory,
         )
 
     @property

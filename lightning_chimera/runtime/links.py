@@ -2,12 +2,16 @@
 
 One two-rank group per directed link carries that link's messages in the order in which they are sent: receives are
 posted in that order, as NCCL needs, whatever the order in which they are used. Where the backend has tags (gloo) each
-message has its own. A send is only ever waited for
-when its buffer is given back, a receive when its tensor is used.
+message has its own. A send is only ever waited for when its buffer is given back, a receive when its tensor is used.
+
+On the CPU, messages between two processes of one host go through memory that both see, where that can be had. Nothing
+is posted there, and nothing is waited for but what is used.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from lightning_chimera.runtime.shared_memory import OFFER_LENGTH, Inbox, LinkError, Outbox
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import Message
 
@@ -33,35 +38,81 @@ class Links:
         topology: Turns positions into global ranks.
         groups: One group per directed link of this rank's pipeline group.
         device: Where received tensors are put.
+        timeout: Bound on every wait.
+        shared_memory: Whether messages go through memory where both ends see the same.
     """
 
     def __init__(
-        self, topology: Topology, groups: Mapping[tuple[int, int], ProcessGroup], device: torch.device
+        self,
+        topology: Topology,
+        groups: Mapping[tuple[int, int], ProcessGroup],
+        device: torch.device,
+        timeout: timedelta,
+        *,
+        shared_memory: bool = True,
     ) -> None:
         self._topology = topology
         self._groups = groups
         self._device = device
+        self._timeout = timeout
+        self._shares = shared_memory
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._waiting: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._posted: dict[Message, tuple[Work, Tensor]] = {}
         self._sent: dict[Message, tuple[Work, Tensor]] = {}
 
-    def warm_up(self) -> None:
-        """Sends a first message over every link, in one order, so that no connection is made within a schedule.
+    @property
+    def shared(self) -> tuple[tuple[int, int], ...]:
+        """The links of this rank that go through memory, from and to which position."""
+        here = self._topology.position
+        return tuple(sorted([(here, at) for at in self._outboxes] + [(at, here) for at in self._inboxes]))
+
+    def connect(self) -> None:
+        """Connects both ends of every link, in one order, so that no connection is made within a schedule.
 
         NCCL makes its communicators at the first message, and then waits for both ends.
         """
         for (source, target), group in sorted(self._groups.items()):
-            token = torch.zeros(1, device=self._device)
             if source == self._topology.position:
-                dist.send(token, self._topology.at(target), group=group)
+                self._connect_to(target, group)
             elif target == self._topology.position:
-                dist.recv(token, self._topology.at(source), group=group)
+                self._connect_from(source, group)
+
+    def _connect_to(self, target: int, group: ProcessGroup) -> None:
+        """Sends a first message, which offers shared memory, and takes the answer."""
+        peer, outbox = self._topology.at(target), None
+        if self._shares and self._device.type == "cpu":
+            with suppress(OSError, AttributeError):  # there is no room; the system has no memory of that kind
+                outbox = Outbox()
+        offer = torch.tensor(outbox.offer if outbox else [0] * OFFER_LENGTH, device=self._device)
+        dist.send(offer, peer, group=group)
+        if self._device.type == "cpu":
+            dist.recv(offer, peer, group=group)
+        if outbox and offer[0]:
+            outbox.settle()
+            self._outboxes[target] = outbox
+
+    def _connect_from(self, source: int, group: ProcessGroup) -> None:
+        """Takes the first message, opens the memory that it offers, and answers whether it can."""
+        peer = self._topology.at(source)
+        offer = torch.zeros(OFFER_LENGTH, dtype=torch.int64, device=self._device)
+        dist.recv(offer, peer, group=group)
+        if self._device.type != "cpu":
+            return
+        if self._shares and offer[0]:
+            with suppress(OSError):  # the other end is on another host, or in another container
+                self._inboxes[source] = Inbox(offer.tolist(), self._timeout)
+        dist.send(torch.full_like(offer, source in self._inboxes), peer, group=group)
 
     def post(self, message: Message, boundary: Boundary | None) -> None:
         """Starts a receive, if its shape is known and all earlier messages of its link have been posted.
 
-        Otherwise it waits for its turn: a link's receives are posted in the order of its sends.
+        Otherwise it waits for its turn: a link's receives are posted in the order of its sends. Through shared memory
+        messages come by themselves.
         """
+        if message.source in self._inboxes:
+            return
         waiting = self._waiting[message.source]
         if boundary is None or waiting:
             waiting.append(message)
@@ -84,8 +135,10 @@ class Links:
         """Waits for a message; nothing waits in front of it (see :meth:`catch_up`).
 
         Raises:
-            RuntimeError: A receive was posted for another shape than is expected now.
+            RuntimeError: A receive was posted for another shape than is expected now, or nothing comes.
         """
+        if message.source in self._inboxes:
+            return self._received_in_memory(message, boundary)
         if message not in self._posted:
             first = self._waiting[message.source].popleft()
             assert first == message
@@ -99,6 +152,20 @@ class Links:
             )
         work.wait()
         return buffer
+
+    def _received_in_memory(self, message: Message, boundary: Boundary) -> Tensor:
+        try:
+            tensor = self._inboxes[message.source].receive(message.index, *boundary)
+        except LinkError as error:
+            peer = self._topology.at(message.source)
+            raise RuntimeError(
+                f"Message {message} was expected from rank {peer} as {tuple(boundary.shape)} {boundary.dtype}: {error}."
+            ) from error
+        if tensor is None:
+            self._receive_into_buffer(message, boundary)
+            work, tensor = self._posted.pop(message)
+            work.wait()
+        return tensor
 
     def _receive_into_buffer(self, message: Message, boundary: Boundary) -> None:
         buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
@@ -115,7 +182,7 @@ class Links:
         """Starts a send and keeps the tensor until it is released.
 
         Raises:
-            RuntimeError: The tensor is not what the receiver expects.
+            RuntimeError: The tensor is not what the receiver expects, or the receiver has gone.
         """
         if (tensor.shape, tensor.dtype) != (boundary.shape, boundary.dtype):
             raise RuntimeError(
@@ -123,7 +190,10 @@ class Links:
                 f" {tuple(boundary.shape)} {boundary.dtype}: rows x length x hidden size of the model's input, in the"
                 " type of the model's parameters."
             )
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach()
+        if message.target in self._outboxes and self._sent_in_memory(message, tensor):
+            return
+        tensor = tensor.contiguous()
         work = dist.isend(
             tensor,
             dst=self._topology.at(message.target),
@@ -133,10 +203,18 @@ class Links:
         assert work is not None
         self._sent[message] = (work, tensor)
 
+    def _sent_in_memory(self, message: Message, tensor: Tensor) -> bool:
+        try:
+            return self._outboxes[message.target].send(message.index, tensor)
+        except LinkError as error:
+            peer = self._topology.at(message.target)
+            raise RuntimeError(f"Message {message} can't be sent to rank {peer}: {error}.") from error
+
     def release(self, message: Message) -> None:
-        """Waits until a send is taken and gives its tensor back."""
-        work, _ = self._sent.pop(message)
-        work.wait()
+        """Waits until a send is taken and gives its tensor back, if it was kept."""
+        if message in self._sent:
+            work, _ = self._sent.pop(message)
+            work.wait()
 
     def begin(self) -> None:
         """Starts the queues of a new step."""
