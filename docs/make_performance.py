@@ -40,6 +40,7 @@ MEASUREMENTS = [
     Measurement("peers_2", "Beside torch.distributed.pipelining on 2 ranks", "peers", ("--ranks", "2")),
     Measurement("peers_4", "Beside torch.distributed.pipelining on 4 ranks", "peers"),
     Measurement("peers_8", "Beside torch.distributed.pipelining on 8 ranks", "peers", ("--ranks", "8")),
+    Measurement("real", "GPT-2 in training on 2 cores", "real"),
     Measurement("split_backward", "A split backward", "split_backward"),
     Measurement("overhead", "Besides the work", "overhead"),
 ]
@@ -59,10 +60,79 @@ writes what it found to a file: `rows`, the figures, and `bars`, each with its `
 `holds`, which is where the value is at most the limit. With `--quick` it only shows that it works.
 """
 
+WHEN_NOT = """\
+## When not to use this
+
+A pipeline is for a model that does not fit on one device, or not with its activations. Where something simpler will do,
+take that; the figures are those of the larger GPT-2 in [training on 2 cores](#gpt-2-in-training-on-2-cores) and of the
+[schedules beside torch's](#beside-torchdistributedpipelining-on-4-ranks).
+
+- **DDP, where every process has room for the whole model with its gradients and optimizer state.** It cuts nothing,
+  so it takes any module, and a step may do what it likes. On 2 ranks Chimera holds what DDP holds on each
+  ({chimera_states} MB beside {ddp_states} MB) and takes {chimera_to_ddp} of its time with 2 microbatches: nothing is
+  gained. From 4 ranks on a rank of Chimera holds 2/D of the model, and a rank of every other schedule 1/D.
+- **FSDP2, where there is room for the activations of a process's rows and a fast link between all processes.** It
+  shares out all states evenly, whatever the model looks like: {fsdp2_states} MB on each of 2 processes, where the
+  fuller rank of 1F1B holds {onef1b_states} MB, as the tied table is at both ends. It knows no bubble, so few rows
+  cost it nothing; it took {fsdp2_to_chimera} of Chimera's time here, where one machine's memory is the link. Its
+  price is that all weights travel twice in a step and their gradients once, over all processes; a pipeline sends one
+  hidden state for each microbatch and boundary.
+- **ZB-V (`schedule="zb_v"`), where memory for weights is what is short.** Chimera holds every stage twice, ZB-V once.
+  On 4 ranks with stages that sleep it took {zbv_to_chimera} of Chimera's time with 4 microbatches and
+  {zbv_to_chimera_8} with 8, with half of the weights and as many activations; `chimera_split`, with Chimera's
+  weights, took {split_to_zbv} and {split_to_zbv_8} of ZB-V's.
+- **One process, where the model fits and a step is short.** What a step costs beside its work does not shrink with
+  the model. For the smaller GPT-2 one process with both cores reached {one_small} of the limit, Chimera
+  {chimera_small}.
+
+What a pipeline asks of a model, a loss and a step is in [what works and what is refused](contract.md).
+"""
+
+NO_FIGURE = "(no figure yet)"
+
 
 def page() -> str:
     """The whole page as text."""
-    return "\n".join([INTRODUCTION, *(part for measurement in MEASUREMENTS for part in _section(measurement))])
+    sections = (part for measurement in MEASUREMENTS for part in _section(measurement))
+    return "\n".join([INTRODUCTION, _when_not(), *sections])
+
+
+def _when_not() -> str:
+    def real(column: str, candidate: str, model: str = "large") -> float | None:
+        return _figure("real", column, model=model, N=2, candidate=candidate)
+
+    def peers(schedule: str, microbatches: int) -> float | None:
+        return _figure("peers_4", "makespan_ms", schedule=schedule, runtime="ours", N=microbatches)
+
+    def states(candidate: str) -> str:
+        found = real("states_MB", candidate)
+        return NO_FIGURE if found is None else f"{found:.0f}"
+
+    return WHEN_NOT.format(
+        chimera_states=states("chimera"),
+        ddp_states=states("ddp"),
+        fsdp2_states=states("fsdp2"),
+        onef1b_states=states("1f1b"),
+        chimera_to_ddp=_share(real("step_ms", "chimera"), real("step_ms", "ddp")),
+        fsdp2_to_chimera=_share(real("step_ms", "fsdp2"), real("step_ms", "chimera")),
+        zbv_to_chimera=_share(peers("zb_v", 4), peers("chimera", 4)),
+        zbv_to_chimera_8=_share(peers("zb_v", 8), peers("chimera", 8)),
+        split_to_zbv=_share(peers("chimera_split", 4), peers("zb_v", 4)),
+        split_to_zbv_8=_share(peers("chimera_split", 8), peers("zb_v", 8)),
+        one_small=_share(real("efficiency", "one process", "small"), 1.0),
+        chimera_small=_share(real("efficiency", "chimera", "small"), 1.0),
+    )
+
+
+def _figure(name: str, column: str, **where: Any) -> float | None:
+    """A figure of the first row that has certain values, if it was measured."""
+    path = FIGURES / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return next((row[column] for row in rows if all(row[key] == value for key, value in where.items())), None)
+
+
+def _share(value: float | None, whole: float | None) -> str:
+    return NO_FIGURE if value is None or whole is None else f"{value / whole:.0%}"
 
 
 def _section(measurement: Measurement) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from lightning_chimera.partition.deferral import Splitter, WeightGradients
 from lightning_chimera.partition.heads import Scales
@@ -332,7 +333,8 @@ class _Training:
         with torch.set_grad_enabled(not again), self._splitting(stage, later):
             passage = self._pass(stage, part, receive, self.call.scales(part) if is_last else None)
         left = self.call.finish(part, passage.left, passage.head) if is_last else passage.left
-        self.held[stage, part] = _Held(passage.entered, None if again else left, later)
+        root = None if again or left is None else left if is_last else _Root(left)
+        self.held[stage, part] = _Held(passage.entered, root, later)
         self._show(Kind.FORWARD, stage, part, left)
         return None if is_last else left
 
@@ -379,19 +381,19 @@ class _Training:
 
     def _backward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
         held = self.held[stage, part]
-        entered, left = held.entered, held.left
+        entered, root = held.entered, held.root
         if self._recomputes_blocks(stage):
             seed(*self._key(part))
         with self._splitting(stage, held.later):
             if stage == self.runner.num_stages - 1:
-                if left is not None:
-                    self.call.backward(left)
+                if isinstance(root, Tensor):
+                    self.call.backward(root)
             else:
                 gradient = incoming(self._demanded(part))
-                left = self._forward_again(stage, part, entered) if left is None else left
-                if left.requires_grad:  # not where all before is frozen; the gradient is sent all the same
-                    torch.autograd.backward(left, gradient)
-        held.entered = held.left = None  # the graph goes; what is left is in `later`
+                root = _Root(self._forward_again(stage, part, entered)) if root is None else root
+                assert isinstance(root, _Root)
+                root.backward(gradient)
+        held.entered = held.root = root = None  # the graph goes; what is left is in `later`
         if entered is None:
             return None
         self._show(Kind.BACKWARD, stage, part, entered.grad)
@@ -416,13 +418,44 @@ class _Held:
 
     Attributes:
         entered: The activation that entered.
-        left: What backward runs from.
+        root: What backward runs from: the loss, or the end of the graph that has given the activation that left.
         later: The gradients of weights that the first half of the backward has left.
     """
 
     entered: Tensor | None
-    left: Tensor | None
+    root: "Tensor | _Root | None"
     later: WeightGradients
+
+
+class _Root:
+    """The end of a stage's graph, without the activation that left there: it goes when it has been sent.
+
+    Args:
+        left: The activation. It has no graph where all that comes before is frozen.
+    """
+
+    def __init__(self, left: Tensor) -> None:
+        self._gradient: list[Tensor] = []
+        self._end: Tensor | None = _End.apply(left, self._gradient) if left.requires_grad else None  # type: ignore[no-untyped-call]
+
+    def backward(self, gradient: Tensor) -> None:
+        """Runs backward from the gradient of the activation."""
+        if self._end is not None:
+            self._gradient.append(gradient)
+            torch.autograd.backward(self._end)
+
+
+class _End(Function):
+    """A number that takes the place of the activation; the gradient that goes on from here is put in a list before."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return left.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.pop(), None
 
 
 def _pair_up(microbatches: Sequence[Microbatch]) -> bool:
