@@ -8,6 +8,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_chimera.threads import Threads
+
 Check = Callable[[LightningModule, Trainer], None]
 """Raises for a module that can't be trained, or not by this Trainer."""
 
@@ -19,17 +21,21 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     Args:
         check: Looks at the module.
+        threads: The threads of this process.
         *args: As the base class.
     """
 
-    def __init__(self, check: Check, *args: Any) -> None:
+    def __init__(self, check: Check, threads: Threads, *args: Any) -> None:
         super().__init__(*args)
         self._check = check
+        self._threads = threads
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _look_at_module(trainer, self._check)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        starts = not self.cluster_environment.creates_processes_externally
+        with self._threads.around(self.num_processes, starts=starts):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class FunctionLauncher(_MultiProcessingLauncher):
@@ -37,18 +43,25 @@ class FunctionLauncher(_MultiProcessingLauncher):
 
     Args:
         check: Looks at the module.
+        threads: The threads of this process.
+        num_processes: The processes on this node.
         strategy: The strategy.
         start_method: As in ``multiprocessing``.
     """
 
-    def __init__(self, check: Check, strategy: ParallelStrategy, start_method: Any) -> None:
+    def __init__(
+        self, check: Check, threads: Threads, num_processes: int, strategy: ParallelStrategy, start_method: Any
+    ) -> None:
         super().__init__(strategy, start_method=start_method)
         self._check = check
+        self._threads = threads
+        self._num_processes = num_processes
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _look_at_module(trainer, self._check)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        with self._threads.around(self._num_processes, starts=True):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def _look_at_module(trainer: Trainer | None, check: Check) -> None:

@@ -19,6 +19,7 @@ def plan_table(
     topology: Topology,
     schedule: Schedule,
     recomputed: Collection[int] = (),
+    threads: Collection[int] = (),
 ) -> Table:
     """A table of the ranks of a pipeline group and what is on them.
 
@@ -28,6 +29,7 @@ def plan_table(
         topology: Where the positions are.
         schedule: The training schedule.
         recomputed: The stages whose forward runs once more in the backward.
+        threads: The intra-op threads of each rank.
     """
     costs = _stage_costs(module, runner)
     pipes = "1 pipe" if schedule.num_pipes == 1 else f"{schedule.num_pipes} pipes"
@@ -35,7 +37,8 @@ def plan_table(
     table = Table(
         title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
         f" {topology.num_replicas} x {topology.num_positions} ranks",
-        caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}{_warning(schedule)}",
+        caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}{_threads(threads)}"
+        f"{_warning(schedule)}",
         box=box.SIMPLE_HEAD,
         padding=(0, 2, 0, 0),
         pad_edge=False,
@@ -68,6 +71,15 @@ def relative_costs(costs: Sequence[int], recomputed: Collection[int] = ()) -> Co
     forward = [cost / mean for cost in costs]
     backward = [(3 if stage in recomputed else 2) * cost for stage, cost in enumerate(forward)]
     return Costs(forward, backward, weight=forward)
+
+
+def _threads(threads: Collection[int]) -> str:
+    """With how many threads the ranks compute."""
+    if not threads:
+        return ""
+    least, most = min(threads), max(threads)
+    count = f"{least} to {most} threads" if least < most else f"{most} thread{'s' * (most > 1)}"
+    return f"\n{count} per rank"
 
 
 def _warning(schedule: Schedule) -> str:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,13 @@ from lightning_chimera.memory import explain, is_out_of_memory
 from lightning_chimera.nonfinite import Nonfinite, NonfiniteGuard
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy, holds_a_model
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs
+from lightning_chimera.partition.compilation import (
+    CompiledBlocks,
+    check_compile_blocks,
+    check_compiler,
+    check_whole_backward,
+    is_compiled,
+)
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table
 from lightning_chimera.reporting import check_group
@@ -73,6 +81,7 @@ from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
 from lightning_chimera.stock import StockCallbacks, log_graphs
+from lightning_chimera.threads import Threads
 from lightning_chimera.timeline import SyncPolicy, Timeline
 
 _ENDINGS: dict[RunningStage | None, Ending] = {
@@ -106,6 +115,7 @@ class ChimeraStrategy(ParallelStrategy):
             (``"ignore"``), all ranks raise and say where it began (``"raise"``), or all skip the step (``"skip"``).
         shared_memory: Whether ranks of one host that compute on the CPU hand over through memory that both see.
         start_method: How the processes of a node are started if nobody else does.
+        compile_blocks: Whether ``torch.compile`` runs on each block by itself; or the name of its backend.
         print_plan: Whether global rank 0 prints the plan at the start.
         process_group_backend: ``gloo`` on the CPU and ``nccl`` on CUDA by default.
         accelerator: As in Lightning's strategies, like all that follow.
@@ -132,6 +142,7 @@ class ChimeraStrategy(ParallelStrategy):
         nonfinite: Nonfinite = "ignore",
         shared_memory: bool = True,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        compile_blocks: bool | str = False,
         print_plan: bool = True,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -158,6 +169,9 @@ class ChimeraStrategy(ParallelStrategy):
         check_recompute(recompute)
         self._recompute = recompute
         self._shared_memory = shared_memory
+        self._compile_backend = check_compile_blocks(compile_blocks)
+        self._compiled: CompiledBlocks | None = None
+        self._threads = Threads()
         self._selection = select(schedule, pipes=pipes, chunks=chunks)
         fixed = self._selection.fixed
         if fixed is not None:
@@ -280,14 +294,19 @@ class ChimeraStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         # Sizes that do not fit are refused before any process is started.
-        recomputed_stages(self._recompute, self.layout.schedule().num_stages)
+        schedule = self.layout.schedule()
+        recomputed_stages(self._recompute, schedule.num_stages)
+        compiles = self._compile_backend is not None
+        check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiles)
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(
-                self._check_module, self.cluster_environment, self.num_processes, self.num_nodes
+                self._check_module, self._threads, self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = FunctionLauncher(self._check_module, self, self._start_method)
+            self._launcher = FunctionLauncher(
+                self._check_module, self._threads, self.num_processes, self, self._start_method
+            )
 
     def _check_module(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuses what can't be trained, before a process is started for it."""
@@ -391,12 +410,17 @@ class ChimeraStrategy(ParallelStrategy):
         """Keeps this rank's stages of a whole module."""
         anatomy = find_anatomy(module)
         runner = StageRunner(anatomy, self._choose_cuts(module, anatomy))
+        check_compiler(self._compile_backend, self.root_device)
+        schedule, stages, threads = self.layout.schedule(), runner.num_stages, self._threads.share(self.node_rank)
         if self._print_plan and self.is_global_zero:
-            schedule, stages = self.layout.schedule(), runner.num_stages
             recomputed = range(stages) if self._recompute == "blocks" else recomputed_stages(self._recompute, stages)
-            Console().print(plan_table(module, runner, self.topology, schedule, recomputed))
+            Console().print(plan_table(module, runner, self.topology, schedule, recomputed, threads))
             self._print_plan = False
+        compiled = any(map(is_compiled, anatomy.blocks()))
+        check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiled)
         self._engine = Engine(module, runner, self.layout, self._groups, self.root_device, self._timeout)
+        own = schedule.placement.stages_of(self.topology.position)
+        self._compiled = CompiledBlocks(chain.from_iterable(map(runner.blocks_in, own)), self._compile_backend)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -803,6 +827,9 @@ class ChimeraStrategy(ParallelStrategy):
                 if self._callbacks is not None:
                     self._callbacks.make_whole()
             engine.release()
+        if self._compiled is not None:
+            self._compiled.release()
+            self._compiled = None
         if self._callbacks is not None:
             self._callbacks.release()
             self._callbacks = None
@@ -824,7 +851,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        own = ("_engine", "_decisions", "_guard", "_loader", "_callbacks")
+        own = ("_engine", "_compiled", "_decisions", "_guard", "_loader", "_callbacks")
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 

@@ -254,7 +254,8 @@ def _check_can_be_cut(module: nn.Module, base_name: str, base: PreTrainedModel, 
         if _holds(name, base_name) and (type(part).__name__ == "OptimizedModule" or part._compiled_call_impl):
             raise ValueError(
                 f"{name or type(module).__name__!r} is compiled as a whole, so its forward can't be parted into stages."
-                " Leave out torch.compile() and .compile() for whatever holds the model."
+                " Leave out torch.compile() and .compile() for whatever holds the model;"
+                " ChimeraStrategy(compile_blocks=True) compiles its blocks one by one."
             )
     whole = [name for name, value in top.named_parameters() if not value.is_floating_point()]
     if getattr(top, "hf_quantizer", None) is not None or whole:

@@ -184,9 +184,13 @@ class StageRunner:
         edges = (0, *self.cuts, self.anatomy.num_blocks)
         return range(edges[stage], edges[stage + 1])
 
+    def blocks_in(self, stage: int) -> list[nn.Module]:
+        """The blocks of a stage themselves."""
+        return [self._blocks[index] for index in self.blocks_of(stage)]
+
     def modules_of(self, stage: int, module: nn.Module) -> list[nn.Module]:
         """What a stage runs of a module: its blocks, and on the first and the last what is around the blocks."""
-        own: list[nn.Module] = [self._blocks[index] for index in self.blocks_of(stage)]
+        own = self.blocks_in(stage)
         if 0 < stage < self.num_stages - 1:
             return own
         inside = {part for block in self._blocks for part in block.modules()}

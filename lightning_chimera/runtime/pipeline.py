@@ -133,7 +133,7 @@ class Pipeline:
         if self._work is None:
             return 0.0, []
         held = list(self._work.held.values())
-        tensors = [tensor for one in held for tensor in (one.entered, one.left) if tensor is not None]
+        tensors = [tensor for one in held for tensor in (one.entered, one.end) if tensor is not None]
         return float(len(held) * self._placement.share / self._work.parts), tensors
 
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall, sync: GradientSync | None = None) -> None:
@@ -426,6 +426,11 @@ class _Held:
     root: "Tensor | _Root | None"
     later: WeightGradients
 
+    @property
+    def end(self) -> Tensor | None:
+        """What has the graph, if there is one."""
+        return self.root.end if isinstance(self.root, _Root) else self.root
+
 
 class _Root:
     """The end of a stage's graph, without the activation that left there: it goes when it has been sent.
@@ -436,13 +441,13 @@ class _Root:
 
     def __init__(self, left: Tensor) -> None:
         self._gradient: list[Tensor] = []
-        self._end: Tensor | None = _End.apply(left, self._gradient) if left.requires_grad else None  # type: ignore[no-untyped-call]
+        self.end: Tensor | None = _End.apply(left, self._gradient) if left.requires_grad else None  # type: ignore[no-untyped-call]
 
     def backward(self, gradient: Tensor) -> None:
         """Runs backward from the gradient of the activation."""
-        if self._end is not None:
+        if self.end is not None:
             self._gradient.append(gradient)
-            torch.autograd.backward(self._end)
+            torch.autograd.backward(self.end)
 
 
 class _End(Function):

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.memory import SavedForBackward, state_bytes
 from lightning_chimera.runtime.pipeline import _Training
+from lightning_chimera.runtime.shared_memory import ROOM
 from lightning_chimera.schedules import Action, Kind
 
 from .fidelity import Cell, make_trainer
@@ -99,7 +100,7 @@ class AfterStep(Callback):
         tensors = [*gradients, *(found for found in gc.get_objects() if isinstance(found, Tensor))]
         held = [tensor for tensor in tensors if not tensor.is_meta]
         storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in held)}
-        self.alive = sum(storages.values())
+        self.alive = sum(size for size in storages.values() if size < ROOM)  # of a link's address space little is used
         ownership = trainer.strategy.engine.ownership
         self.shared = sum(held.nbytes for held in ownership.held() if len(ownership.holders[held]) > 1)
 

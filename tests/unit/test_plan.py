@@ -10,14 +10,14 @@ from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import get_family
 
 
-def printed(module, name: str, num_stages: int, num_replicas: int, recomputed=()) -> str:
+def printed(module, name: str, num_stages: int, num_replicas: int, recomputed=(), threads=()) -> str:
     anatomy = find_anatomy(module)
     schedule = get_family(name).build(num_stages, num_stages)
     cuts = balance(layer_costs(module, anatomy), schedule.num_stages, paired=schedule.placement.is_paired)
     ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
     topology = Topology(num_stages, num_replicas, 0, ascending)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed))
+    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed, threads))
     return console.export_text()
 
 
@@ -59,3 +59,9 @@ def test_the_plan_counts_what_is_recomputed(gpt2_small) -> None:
         return printed(gpt2_small, "chimera", 4, 1, recomputed).partition("simulated bubble ")[2].partition("%")[0]
 
     assert int(bubble(range(4))) > int(bubble(())) > 0
+
+
+def test_the_plan_says_with_how_many_threads_the_ranks_compute(gpt2_small) -> None:
+    assert "1 thread per rank" in printed(gpt2_small, "1f1b", 2, 1, threads=[1, 1])
+    assert "2 to 4 threads per rank" in printed(gpt2_small, "1f1b", 2, 1, threads=[4, 2])
+    assert "thread" not in printed(gpt2_small, "1f1b", 2, 1)
