@@ -108,6 +108,8 @@ def noted(notes: list[Any], what: str) -> list[Any]:
         (CHIMERA, overflows),
         (REPLICAS, overflows),
         (replace(FEW, clip=False), overflows_with_a_fused_optimizer),
+        (replace(FEW, strategy=(("nonfinite", "skip"),)), overflows),
+        (replace(FEW, strategy=(("nonfinite", "raise"),)), overflows),
     ],
     ids=lambda value: str(value) if isinstance(value, Cell) else value.__name__,
 )
