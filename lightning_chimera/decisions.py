@@ -31,6 +31,7 @@ class Decisions:
         module: The user's module.
         callbacks: The Trainer's callbacks.
         agree_on_stop: Makes ``trainer.should_stop`` that of every rank.
+        end_batch: The same at the end of a training batch.
         any_rank: Whether something holds on any rank.
         of_rank_zero: The value of global rank 0.
     """
@@ -40,12 +41,14 @@ class Decisions:
         module: LightningModule,
         callbacks: Sequence[Callback],
         agree_on_stop: Callable[[], None],
+        end_batch: Callable[[], None],
         any_rank: Callable[[bool], bool],
         of_rank_zero: Callable[[Any], Any],
     ) -> None:
         self._own: list[tuple[Any, str, Any]] = []
         for name in _STOPS:
-            self._replace(module, name, _then(getattr(module, name), agree_on_stop))
+            agree = end_batch if name == "on_train_batch_end" else agree_on_stop
+            self._replace(module, name, _then(getattr(module, name), agree))
         monitors = [callback for callback in callbacks if isinstance(callback, _MONITORS)]
         for last, name in ((callbacks[-1:], "on_sanity_check_end"), (monitors[-1:], "on_train_epoch_end")):
             for callback in last:

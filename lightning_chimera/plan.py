@@ -1,10 +1,13 @@
 """What a run will do, said once before it starts."""
 
+import socket
 from collections.abc import Collection, Sequence
 
+import torch.distributed as dist
 from rich import box
 from rich.table import Table
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_chimera.partition.balance import layer_costs
 from lightning_chimera.partition.stage import StageRunner
@@ -20,6 +23,7 @@ def plan_table(
     schedule: Schedule,
     recomputed: Collection[int] = (),
     threads: Collection[int] = (),
+    nodes: Sequence[str] = (),
 ) -> Table:
     """A table of the ranks of a pipeline group and what is on them.
 
@@ -30,6 +34,7 @@ def plan_table(
         schedule: The training schedule.
         recomputed: The stages whose forward runs once more in the backward.
         threads: The intra-op threads of each rank.
+        nodes: The node of each global rank; shown if there are several.
     """
     costs = _stage_costs(module, runner)
     pipes = "1 pipe" if schedule.num_pipes == 1 else f"{schedule.num_pipes} pipes"
@@ -45,13 +50,15 @@ def plan_table(
         title_justify="left",
         caption_justify="left",
     )
-    for heading in ("global rank", "position", "stages", "params", "cost", "in flight"):
+    where = ["node"] if len(set(nodes)) > 1 else []
+    for heading in ("global rank", *where, "position", "stages", "params", "cost", "in flight"):
         table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=True)
     for position in sorted(range(topology.num_positions), key=topology.at):
         stages = schedule.placement.stages_of(position)
         ranks = [topology.at(position, replica) for replica in range(topology.num_replicas)]
         table.add_row(
             ", ".join(map(str, ranks)),
+            *(", ".join(dict.fromkeys(nodes[rank] for rank in ranks)) for _ in where),
             str(position),
             "\n".join(f"{stage}: {_contents(runner, stage)}" for stage in stages),
             f"{_parameters_on(module, runner, stages) / 1e6:.1f} M",
@@ -59,6 +66,15 @@ def plan_table(
             str(schedule.peak_activations[position]),
         )
     return table
+
+
+def share_nodes(rank: int, world_size: int) -> list[str]:
+    """The name of the node of each global rank, on rank 0; every rank calls it."""
+    if not dist.is_initialized():
+        return []
+    store = _get_default_store()
+    store.set(f"chimera/node/{rank}", socket.gethostname())
+    return [store.get(f"chimera/node/{other}").decode() for other in range(world_size)] if rank == 0 else []
 
 
 def relative_costs(costs: Sequence[int], recomputed: Collection[int] = ()) -> Costs:

@@ -2,17 +2,19 @@
 
 import atexit
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
@@ -32,10 +34,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 from typing_extensions import override
 
+from lightning_chimera import slurm
 from lightning_chimera.checkpoint import load_optimizer_state
 from lightning_chimera.checks import (
     check_backend,
@@ -58,6 +62,8 @@ from lightning_chimera.checks import (
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.facts import facts_of_optimizers, facts_of_run
+from lightning_chimera.files import WholeFiles
+from lightning_chimera.interruption import interrupt
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
 from lightning_chimera.memory import explain, is_out_of_memory
 from lightning_chimera.nonfinite import Nonfinite, NonfiniteGuard
@@ -71,7 +77,7 @@ from lightning_chimera.partition.compilation import (
     is_compiled,
 )
 from lightning_chimera.partition.stage import StageRunner
-from lightning_chimera.plan import plan_table
+from lightning_chimera.plan import plan_table, share_nodes
 from lightning_chimera.reporting import check_group
 from lightning_chimera.runtime.agreement import check_at_start, check_in_group, describe
 from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
@@ -80,6 +86,7 @@ from lightning_chimera.runtime.meeting import meeting, met
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Builder, Schedule, select
+from lightning_chimera.signals import Signals
 from lightning_chimera.stock import StockCallbacks, log_graphs
 from lightning_chimera.threads import Threads
 from lightning_chimera.timeline import SyncPolicy, Timeline
@@ -114,6 +121,8 @@ class ChimeraStrategy(ParallelStrategy):
         nonfinite: What happens if a loss or a gradient is not finite: training goes on as in a plain Trainer
             (``"ignore"``), all ranks raise and say where it began (``"raise"``), or all skip the step (``"skip"``).
         shared_memory: Whether ranks of one host that compute on the CPU hand over through memory that both see.
+        save_on_signal: Whether the last step is saved if SIGINT or SIGTERM ends the run, as ``interrupted.ckpt`` in
+            the Trainer's ``default_root_dir``. A Slurm job that is requeued is always saved.
         start_method: How the processes of a node are started if nobody else does.
         compile_blocks: Whether ``torch.compile`` runs on each block by itself; or the name of its backend.
         print_plan: Whether global rank 0 prints the plan at the start.
@@ -141,6 +150,7 @@ class ChimeraStrategy(ParallelStrategy):
         timeout: float | timedelta = 300.0,
         nonfinite: Nonfinite = "ignore",
         shared_memory: bool = True,
+        save_on_signal: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         compile_blocks: bool | str = False,
         print_plan: bool = True,
@@ -155,7 +165,7 @@ class ChimeraStrategy(ParallelStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or WholeFiles(),
             precision_plugin=precision_plugin,
         )
         check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, pipes=pipes, chunks=chunks)
@@ -197,6 +207,9 @@ class ChimeraStrategy(ParallelStrategy):
         self._num_runs = 0
         self._can_save: bool | None = None
         self._is_stepping = False
+        self._save_on_signal = save_on_signal
+        self._signals: Signals | None = None
+        self._told: signal.Signals | None = None
 
     # ---------------------------------------------------------------------------------------------- environment
 
@@ -299,6 +312,9 @@ class ChimeraStrategy(ParallelStrategy):
         compiles = self._compile_backend is not None
         check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiles)
         assert self.cluster_environment is not None
+        slurm.check_tasks(self.cluster_environment, self.num_processes, self.num_nodes)
+        if isinstance(self.cluster_environment, SLURMEnvironment):
+            slurm.choose_port()
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(
                 self._check_module, self._threads, self.cluster_environment, self.num_processes, self.num_nodes
@@ -322,6 +338,8 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        self._take_signals(self.lightning_module.trainer)
         super().setup_environment()
         if self._start_method in ("spawn", "forkserver"):
             reset_seed()  # a new process; elsewhere the generators are where a single process's would be
@@ -333,6 +351,14 @@ class ChimeraStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
             atexit.register(_leave_process_group)
+
+    def _take_signals(self, trainer: Trainer) -> None:
+        environment = self.cluster_environment
+        if self._signals is None:
+            requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+            self._signals = Signals(requeues=requeues)
+        self._told = None
+        self._signals.install(trainer)
 
     def set_world_ranks(self) -> None:
         """Tells the environment the ranks that follow from the numbers of nodes and devices."""
@@ -374,6 +400,7 @@ class ChimeraStrategy(ParallelStrategy):
                 self.lightning_module,
                 trainer.callbacks,  # type: ignore[attr-defined]
                 self._agree_on_stop,
+                self._end_batch,
                 lambda decision: self.reduce_boolean_decision(decision, all=False),
                 self._of_rank_zero,
             )
@@ -412,9 +439,10 @@ class ChimeraStrategy(ParallelStrategy):
         runner = StageRunner(anatomy, self._choose_cuts(module, anatomy))
         check_compiler(self._compile_backend, self.root_device)
         schedule, stages, threads = self.layout.schedule(), runner.num_stages, self._threads.share(self.node_rank)
+        nodes = share_nodes(self.global_rank, self.world_size) if self._print_plan else []
         if self._print_plan and self.is_global_zero:
             recomputed = range(stages) if self._recompute == "blocks" else recomputed_stages(self._recompute, stages)
-            Console().print(plan_table(module, runner, self.topology, schedule, recomputed, threads))
+            Console().print(plan_table(module, runner, self.topology, schedule, recomputed, threads, nodes))
             self._print_plan = False
         compiled = any(map(is_compiled, anatomy.blocks()))
         check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiled)
@@ -543,7 +571,30 @@ class ChimeraStrategy(ParallelStrategy):
         """Makes ``should_stop`` hold on every rank if it does on one: a step sets it on its last stage only."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        trainer.should_stop = self.reduce_boolean_decision(trainer.should_stop, all=False)
+        trainer.should_stop = self._agree(trainer.should_stop)
+
+    def _agree(self, decision: bool = False, group: ProcessGroup | None = None) -> bool:
+        """Whether something holds on any rank; notes the signals that have come to any as well."""
+        assert self._groups is not None
+        assert self._signals is not None
+        votes = torch.tensor([int(decision), *self._signals.received])
+        dist.all_reduce(votes, group=group or self._groups.world)
+        decided, *received = votes.tolist()
+        self._told = self._signals.take(received) or self._told
+        return bool(decided)
+
+    def _end_batch(self) -> None:
+        """Agrees on what follows a training batch: a stop, or once the step is whole the end that a signal asks for."""
+        assert self.lightning_module is not None
+        self._agree_on_stop()
+        if self._told is not None and not self.lightning_module.trainer.fit_loop.epoch_loop._should_accumulate():
+            self._interrupt(self._told)
+
+    def _interrupt(self, kind: signal.Signals) -> NoReturn:
+        assert self.lightning_module is not None
+        assert self._signals is not None
+        trainer, requeues = self.lightning_module.trainer, self._signals.requeues
+        interrupt(trainer, kind, requeues=requeues, saves=self._save_on_signal, of_rank_zero=self.broadcast)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -603,7 +654,11 @@ class ChimeraStrategy(ParallelStrategy):
         batch = Batch(data, tuple(rest), kwargs, context, self._key(), self._structure)
         in_step_with_replicas = name != "predict_step"
         with meeting(f"a {name}"):
-            return self.engine.evaluate(name, batch, counts=self._counts, logs=in_step_with_replicas)
+            result = self.engine.evaluate(name, batch, counts=self._counts, logs=in_step_with_replicas)
+            self._agree(group=None if in_step_with_replicas else self.engine.groups.pipeline)
+        if self._told is not None:
+            self._interrupt(self._told)
+        return result
 
     @contextmanager
     def full_parameters(self, *, gradients: bool = False) -> Generator[None, None, None]:
@@ -848,10 +903,12 @@ class ChimeraStrategy(ParallelStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._signals is not None:
+            self._signals.remove(deliver=not self._has_failed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        own = ("_engine", "_compiled", "_decisions", "_guard", "_loader", "_callbacks")
+        own = ("_engine", "_compiled", "_decisions", "_guard", "_loader", "_callbacks", "_signals")
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 

@@ -57,11 +57,11 @@ def run(config: DictConfig) -> float | None:
     loggers = [_build_logger(name, logger) for name, logger in config.logger.items()]
     trainer = instantiate(config.trainer, logger=loggers, callbacks=callbacks, _convert_="all")
     try:
-        if "LOCAL_RANK" not in os.environ:
+        if not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys():
             _try_out(config, datamodule)
         # Some strategies that start processes do this themselves: with it, the batches come in one order under all.
         L.seed_everything(config.seed, workers=True, verbose=False)
-        trainer.fit(module, datamodule=datamodule, ckpt_path=config.ckpt_path)
+        trainer.fit(module, datamodule=datamodule, ckpt_path=_checkpoint(config))
     except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
         if trainer.global_step > 0:
             raise
@@ -69,6 +69,16 @@ def run(config: DictConfig) -> float | None:
     if trainer.is_global_zero:
         _print_summary(trainer, losses, Path(config.paths.output_dir))
     return losses[-1] if losses else None
+
+
+def _checkpoint(config: DictConfig) -> str | None:
+    """The checkpoint to resume from; `auto` is the newest one in the run's folder, and none in a new folder."""
+    from lightning_chimera.files import newest_checkpoint
+
+    if config.ckpt_path != "auto":
+        return config.ckpt_path  # type: ignore[no-any-return]
+    newest = newest_checkpoint(Path(config.paths.output_dir))
+    return None if newest is None else str(newest)
 
 
 def _build_logger(name: str, config: DictConfig) -> Any:

@@ -48,11 +48,12 @@ def commands() -> list[str]:
 CHIMERA_COMMANDS = [line for line in commands() if line.startswith("lightning-chimera ")]
 TRAIN_COMMANDS = [line for line in commands() if line.startswith("lightning-chimera-train ")]
 MAKE_COMMANDS = [line for line in commands() if line.startswith("make ")]
+SLURM_COMMANDS = [line for line in commands() if "sbatch " in line or "launch=submitit" in line]
 BENCHMARK_COMMANDS = [line for line in commands() if line.startswith("python -m benchmarks.")]
 
 
 def test_every_shown_command_is_tried_somewhere() -> None:
-    tried = [*CHIMERA_COMMANDS, *TRAIN_COMMANDS, *MAKE_COMMANDS, *BENCHMARK_COMMANDS]
+    tried = [*CHIMERA_COMMANDS, *TRAIN_COMMANDS, *MAKE_COMMANDS, *BENCHMARK_COMMANDS, *SLURM_COMMANDS]
     assert [line for line in commands() if line not in tried] == []
     assert len(tried) > 10
 
@@ -72,6 +73,13 @@ def test_a_shown_training_command_succeeds(command: str, tmp_path: Path) -> None
     result = subprocess.run(line, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "run folder" in result.stdout
+
+
+# tests/cluster submits these scripts to a real cluster.
+@pytest.mark.parametrize("command", [line for line in SLURM_COMMANDS if "sbatch " in line])
+def test_a_shown_batch_script_exists(command: str) -> None:
+    (script,) = (word for word in command.split() if word.endswith(".sbatch"))
+    assert (ROOT / script).exists()
 
 
 @pytest.mark.parametrize("command", MAKE_COMMANDS)

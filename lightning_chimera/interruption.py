@@ -1,0 +1,77 @@
+"""How a run ends that a signal has ended: saved, requeued where that is wanted, and left by all ranks alike."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_chimera import slurm
+from lightning_chimera.signals import REQUEUE, Interrupted
+
+_FILE = "interrupted.ckpt"
+"""Where a run that is not requeued is saved, in the Trainer's ``default_root_dir``."""
+
+
+def interrupt(
+    trainer: Trainer, kind: signal.Signals, *, requeues: bool, saves: bool, of_rank_zero: Callable[[Any], Any]
+) -> NoReturn:
+    """Ends the run. Every rank calls it, after the same batch.
+
+    Args:
+        trainer: The Trainer.
+        kind: The signal.
+        requeues: Whether Slurm should run the job again.
+        saves: Whether the last step is saved though the job is not requeued.
+        of_rank_zero: The value of global rank 0.
+
+    Raises:
+        Interrupted: Always.
+    """
+    requeues = requeues and kind in (REQUEUE, signal.SIGTERM)
+    if (requeues or saves) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        _save(trainer, requeues=requeues)
+    for logger in trainer.loggers:
+        logger.save()
+    trainer._signal_connector.received_sigterm = kind == signal.SIGTERM  # for callbacks that ask the Trainer
+    code = 128 + kind
+    if requeues:
+        outcome = of_rank_zero(_requeue(kind) if trainer.is_global_zero else None)
+        rank_zero_info(outcome)
+        if outcome == _REQUEUED:
+            code = 0
+    raise Interrupted(kind, code)
+
+
+_REQUEUED = "The job has been requeued, and this run ends."
+
+
+def _requeue(kind: signal.Signals) -> str:
+    """Requeues the job, and says what came of it."""
+    try:
+        # Slurm sends SIGTERM to a job that is preempted, and also to one that is cancelled or has been requeued.
+        if kind == signal.SIGTERM and not slurm.is_running():
+            return "The job is not requeued, since Slurm has ended it by itself."
+        slurm.requeue()
+    except RuntimeError as error:
+        return f"The job could not be requeued, and this run ends: {error}"
+    return _REQUEUED
+
+
+def _save(trainer: Trainer, *, requeues: bool) -> None:
+    """Saves where the next run of this job looks, and removes what an earlier run of it has saved there."""
+    folder = str(trainer.default_root_dir)
+    path = trainer._checkpoint_connector.hpc_save_path(folder) if requeues else os.path.join(folder, _FILE)
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"Saved step {trainer.global_step} to {path}")
+    if trainer.is_global_zero and requeues and "://" not in folder:
+        for old in Path(folder).glob("hpc_ckpt_*.ckpt"):
+            if old != Path(path):
+                try:
+                    old.unlink()
+                except OSError as error:
+                    rank_zero_warn(f"{old} could not be removed: {error}")
