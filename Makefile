@@ -11,7 +11,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints/tested.txt
-TESTS := $(wildcard tests/unit tests/distributed tests/recipes tests/docs)
+TESTS := $(wildcard tests/unit tests/distributed tests/recipes tests/docs tests/cluster)
 # One thread per process: the tests start several ranks on few cores. Nothing may reach for the network.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
