@@ -506,11 +506,13 @@ class ChimeraStrategy(ParallelStrategy):
         elif self._loader is not None:
             self._loader.hand_over()
             self._counts = not self._loader.is_surplus
-        with keyed(self.engine.seed, self.topology.replica, *self._key(), dataloader_idx):
+        has_hooks = self._has_transfer_hooks
+        key = (self.engine.seed, self.topology.replica, *self._key(), dataloader_idx)
+        with keyed(*key) if has_hooks else nullcontext():
             moved = super().batch_to_device(batch, device, dataloader_idx)
         if self._structure is not None and not _is_several(moved, self._structure):
             self._structure = None  # of one loader, or put together by a hook of the module
-        if self._has_transfer_hooks:
+        if has_hooks:
             check_in_group(describe(moved), "behind the hooks that transfer a batch", self.engine.groups.pipeline)
         return moved
 
