@@ -1,14 +1,16 @@
 """What a step costs besides its work: actions, messages, logging, and everything around the schedule.
 
 Two ranks of one thread each train a small GPT-2 (4 blocks, 32 wide; 2 microbatches of 2 rows of 16 tokens), whose work
-is so little that the rest can be seen. Both also train it with a plain Trainer, at the same time; all kinds of runs
-take turns in the same two processes, and the median step of each kind counts. `added` is what a pipeline takes longer,
-waiting for the other rank included, and `added cpu` what its thread computes more.
+is so little that the rest can be seen. Both also train it with a plain Trainer, at the same time; in turns with the
+pipeline, in the same two processes. In a run blocks of ten steps that log nothing, values, and values and a metric take
+turns as well, and the median step of each kind counts. `added` is what a pipeline takes longer, waiting for the other
+rank included, and `added cpu` what its thread computes more.
 
-An action is what a schedule runs: `plain` is here the forward or backward of a microbatch in a plain module, divided
-by the actions in the place of it. Without a model only the executor and the messages are left. Outside of the schedule
-is all but forward and backward. The rows of values and a metric say how much longer a step is where it logs them. A
-message is half of the way to the other rank and back, with two actions that do nothing.
+Outside of the schedule is all but forward and backward: the exchange of what was logged, the sum of gradients, which
+here waits for the end of the schedule, and the optimizer. Values and a metric are how much longer a step is where it
+logs them. An action is what one of the schedule takes besides the user's step and torch's backward, its messages
+included; without a model only the executor and the messages are left. A message is half of the way to the other rank
+and back, with two actions that do nothing.
 """
 
 import logging
@@ -53,8 +55,8 @@ ACTION, BARE_ACTION = "action", "action without a model"
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 """Of messages, in KiB."""
 
-WARM_UP = 5
-"""Steps of each run that are not counted."""
+BLOCK, SKIPPED = 10, 2
+"""Steps that log the same, and how many of them are not counted."""
 
 
 class Logging(NamedTuple):
@@ -71,14 +73,15 @@ ALL = Logging(f"{VALUES} values and a metric", VALUES, metric=True)
 KINDS = (NOTHING, SOME, ALL)
 
 
+def kind_of(step: int) -> int:
+    """Which of the kinds a step logs."""
+    return step // BLOCK % len(KINDS)
+
+
 class Module(L.LightningModule):
-    """A small language model that logs.
+    """A small language model that logs other things every few steps."""
 
-    Args:
-        what: What its step logs.
-    """
-
-    def __init__(self, what: Logging) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.model = GPT2LMHeadModel(
             GPT2Config(
@@ -94,15 +97,15 @@ class Module(L.LightningModule):
                 attn_pdrop=0.0,
             )
         )
-        self.mean = torchmetrics.MeanMetric() if what.metric else None
-        self.values = what.values
+        self.mean = torchmetrics.MeanMetric()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Logs the loss under several names."""
         loss: Tensor = self.model(**batch).loss
-        for number in range(self.values):
+        what = KINDS[kind_of(batch_idx)]
+        for number in range(what.values):
             self.log(f"value_{number}", loss)
-        if self.mean is not None:
+        if what.metric:
             self.mean(loss.detach())
             self.log("mean", self.mean)
         return loss
@@ -128,6 +131,11 @@ class Moment(NamedTuple):
         """The medians of both."""
         return cls(*map(statistics.median, zip(*found, strict=True)))
 
+    @classmethod
+    def sum(cls, found: Iterable["Moment"]) -> "Moment":
+        """The sums of both."""
+        return cls(*map(sum, zip(*found, strict=True)))
+
     def less(self, other: "Moment") -> "Moment":
         """The time from another moment to this, or what one time is more than another."""
         return Moment(self.wall - other.wall, self.cpu - other.cpu)
@@ -137,18 +145,23 @@ class Moment(NamedTuple):
         return Moment(self.wall * factor, self.cpu * factor)
 
 
+NONE = Moment(0.0, 0.0)
+
+
 @dataclass
 class Times:
-    """What the steps of some runs of one kind took.
+    """What the steps took that log the same.
 
     Attributes:
         whole: Whole steps.
         inside: Their forward and backward.
+        work: What the user's step and torch's backward took of that.
         losses: Their losses.
     """
 
     whole: list[Moment] = field(default_factory=list)
     inside: list[Moment] = field(default_factory=list)
+    work: list[Moment] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -156,55 +169,76 @@ class Times:
         """The rest of each step."""
         return [whole.less(inside) for whole, inside in zip(self.whole, self.inside, strict=True)]
 
+    @property
+    def around(self) -> list[Moment]:
+        """What is done in forward and backward around the work."""
+        return [inside.less(work) for inside, work in zip(self.inside, self.work, strict=True)]
+
 
 class Clock(Callback):
     """Notes what steps take.
 
     Args:
-        times: Where they are noted.
+        times: Where they are noted, by what they log.
     """
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Sequence[Times]) -> None:
         self._times = times
         self._last: Moment | None = None
         self._inside: list[Moment] = []
+        self._work: list[Moment] = []
+        self._backward = torch.autograd.backward
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Puts a clock around what is inside: the schedule, or the step and the backward of a plain Trainer."""
+        """Puts clocks around the schedule, and around the step and the backward that are in it or for themselves."""
+        own: Any = module
+        own.training_step = _timed(module.training_step, self._work)
+        torch.autograd.backward = _timed(self._backward, self._work)
         if isinstance(trainer.strategy, ChimeraStrategy):
             pipeline: Any = trainer.strategy.engine.pipeline
-            pipeline.train = self._timed(pipeline.train)
+            pipeline.train = _timed(pipeline.train, self._inside)
         else:
-            own: Any = module
-            own.training_step, own.backward = self._timed(module.training_step), self._timed(module.backward)
+            self._inside = self._work
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = Moment.now()
-            result = function(*args, **kwargs)
-            self._inside.append(Moment.now().less(start))
-            return result
-
-        return timed
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Puts torch's function back."""
+        torch.autograd.backward = self._backward
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Notes a step: from the end of the last to the end of this."""
-        now = Moment.now()
-        self._times.losses.append(float(outputs["loss"]))
-        if self._last is not None and batch_idx >= WARM_UP:
-            self._times.whole.append(now.less(self._last))
-            self._times.inside.append(Moment(*map(sum, zip(*self._inside, strict=True))))
-        self._last, self._inside = Moment.now(), []
+        now, times = Moment.now(), self._times[kind_of(batch_idx)]
+        times.losses.append(float(outputs["loss"]))
+        if self._last is not None and batch_idx % BLOCK >= SKIPPED:
+            times.whole.append(now.less(self._last))
+            times.inside.append(Moment.sum(self._inside))
+            times.work.append(Moment.sum(self._work))
+        self._inside.clear()
+        self._work.clear()
+        self._last = Moment.now()
 
 
-def fit(what: Logging, times: Times, steps: int, rows: int, strategy: ChimeraStrategy | None) -> None:
-    """Trains the module for some steps, plainly or as a pipeline."""
+def _timed(function: Callable[..., Any], spent: list[Moment]) -> Callable[..., Any]:
+    """A function that notes what its calls take; a stage leaves the step by an exception."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = Moment.now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent.append(Moment.now().less(start))
+
+    return timed
+
+
+def fit(times: Sequence[Times], blocks: int, strategy: ChimeraStrategy | None) -> None:
+    """Trains the module for some blocks of steps of each kind, plainly or as a pipeline."""
     torch.manual_seed(0)
-    module = Module(what)
-    data = torch.randint(VOCABULARY, ((steps + WARM_UP) * rows, LENGTH))
-    loader: DataLoader[Any] = DataLoader([{"input_ids": row, "labels": row} for row in data], batch_size=rows)  # type: ignore[arg-type]
+    module = Module()
+    data = torch.randint(VOCABULARY, (blocks * len(KINDS) * BLOCK * MICROBATCHES * ROWS, LENGTH))
+    samples: Any = [{"input_ids": row, "labels": row} for row in data]
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=MICROBATCHES * ROWS)
     L.Trainer(
         max_epochs=1,
         devices=1 if strategy is None else RANKS,
@@ -260,7 +294,7 @@ class Figure(NamedTuple):
     ours: Moment
 
 
-def _rank(steps: int, rounds: int) -> tuple[list[Figure], float]:
+def _rank(blocks: int, rounds: int) -> tuple[list[Figure], float]:
     """Measures everything on this rank.
 
     Returns:
@@ -270,33 +304,31 @@ def _rank(steps: int, rounds: int) -> tuple[list[Figure], float]:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    plain, ours, single = [Times() for _ in KINDS], [Times() for _ in KINDS], Times()
+    plain, ours = [Times() for _ in KINDS], [Times() for _ in KINDS]
     for _ in range(rounds):
-        for number, kind in enumerate(KINDS):
-            dist.barrier()
-            fit(kind, plain[number], steps, MICROBATCHES * ROWS, None)
-            dist.barrier()
-            strategy = ChimeraStrategy(num_microbatches=MICROBATCHES, print_plan=False, timeout=TIMEOUT)
-            fit(kind, ours[number], steps, MICROBATCHES * ROWS, strategy)
         dist.barrier()
-        fit(NOTHING, single, steps, ROWS, None)
+        fit(plain, blocks, None)
+        dist.barrier()
+        strategy = ChimeraStrategy(
+            num_microbatches=MICROBATCHES, gradient_sync="lazy", print_plan=False, timeout=TIMEOUT
+        )
+        fit(ours, blocks, strategy)
     differences = [
         abs(one - other) / other
         for piped, reference in zip(ours, plain, strict=True)
         for one, other in zip(piped.losses, reference.losses, strict=True)
     ]
-    figures = [*_of_steps(plain, ours, single), *_of_messages(steps)]
+    figures = [*_of_steps(plain, ours), *_of_messages(blocks * BLOCK)]
     return figures, max(differences)
 
 
-def _of_steps(plain: Sequence[Times], ours: Sequence[Times], single: Times) -> Iterator[Figure]:
+def _of_steps(plain: Sequence[Times], ours: Sequence[Times]) -> Iterator[Figure]:
     """The rows that follow from whole steps."""
     actions = sum(map(len, get_family("chimera").build(RANKS, MICROBATCHES).rows)) / RANKS
     usual = Moment.median(plain[0].whole), Moment.median(ours[0].whole)
     yield Figure("step", *usual)
     yield Figure("outside of the schedule", Moment.median(plain[0].outside), Moment.median(ours[0].outside))
-    work = Moment.median(single.inside).times(MICROBATCHES / RANKS / actions)
-    yield Figure(ACTION, work, Moment.median(ours[0].inside).times(1 / actions))
+    yield Figure(ACTION, NONE, Moment.median(ours[0].around).times(1 / actions))
     for number, kind in enumerate(KINDS[1:], 1):
         in_plain, in_ours = Moment.median(plain[number].whole), Moment.median(ours[number].whole)
         yield Figure(kind.name, in_plain.less(usual[0]), in_ours.less(usual[1]))
@@ -313,17 +345,16 @@ def _of_messages(steps: int) -> Iterator[Figure]:
 
     def median(schedule: Schedule, kib: int) -> Moment:
         lowered, work, spent = lower(schedule), Idle(schedule, kib * 1024), []
-        for _ in range(WARM_UP + steps):
+        for _ in range(steps):
             dist.barrier()
             start = Moment.now()
             executor.run(lowered, work)
             spent.append(Moment.now().less(start))
-        return Moment.median(spent[WARM_UP:])
+        return Moment.median(spent[SKIPPED:])
 
-    nothing = Moment(0.0, 0.0)
-    yield Figure(BARE_ACTION, nothing, median(schedule, 1).times(1 / len(schedule.rows[topology.position])))
+    yield Figure(BARE_ACTION, NONE, median(schedule, 1).times(1 / len(schedule.rows[topology.position])))
     for kib in SIZES:
-        yield Figure(f"message of {kib} KiB", nothing, median(one_microbatch(schedule.placement), kib).times(1 / 2))
+        yield Figure(f"message of {kib} KiB", NONE, median(one_microbatch(schedule.placement), kib).times(1 / 2))
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -349,9 +380,9 @@ def judge(report: Report, ranks: Sequence[tuple[list[Figure], float]], *, on_tim
         added[same[0].what] = row
     report.bars.append(Bar("difference of the losses to a plain Trainer's", max(found for _, found in ranks), 1e-5))
     if on_time:
-        # A rank that waits for the other does not work: only the thread's own time can be told from the model's.
-        report.bars.append(Bar("ms of an action, computing", added[ACTION]["added_cpu_ms"], ACTION_LIMIT))
-        report.bars.append(Bar("ms of an action without a model", added[BARE_ACTION]["added_ms"], ACTION_LIMIT))
+        # Of the clock's time most is waiting for the other rank.
+        for what in (ACTION, BARE_ACTION):
+            report.bars.append(Bar(f"ms of an {what}, computing", added[what]["added_cpu_ms"], ACTION_LIMIT))
         report.bars.append(
             Bar(f"ms of {ALL.name}, on top of Lightning's own", added[ALL.name]["added_ms"], LOGGED_LIMIT)
         )
@@ -360,15 +391,16 @@ def judge(report: Report, ranks: Sequence[tuple[list[Figure], float]], *, on_tim
 def main() -> int:
     """Measures all of it on two ranks."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run that are counted")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of steps of each kind in a run")
+    parser.add_argument("--rounds", type=int, default=4, help="runs of a plain Trainer and of a pipeline")
     given = parser.parse_args()
-    if min(given.steps, given.rounds) < 1:
-        parser.error("one step or more is counted, of one run or more")
-    steps, rounds = (5, 1) if given.quick else (given.steps, given.rounds)
-    about = {"ranks": RANKS, "microbatches": MICROBATCHES, "rows": ROWS, "length": LENGTH, "steps": steps * rounds}
+    if min(given.blocks, given.rounds) < 1:
+        parser.error("one block or more is measured, in one run or more")
+    blocks, rounds = (1, 1) if given.quick else (given.blocks, given.rounds)
+    steps = blocks * rounds * (BLOCK - SKIPPED)
+    about = {"ranks": RANKS, "microbatches": MICROBATCHES, "rows": ROWS, "length": LENGTH, "steps": steps}
     report = Report("What a step costs besides its work", about)
-    judge(report, run(_rank, steps, rounds, size=RANKS, limit=100 if given.quick else 900), on_time=not given.quick)
+    judge(report, run(_rank, blocks, rounds, size=RANKS, limit=100 if given.quick else 900), on_time=not given.quick)
     return report.finish(given.json)
 
 
