@@ -92,7 +92,7 @@ def relay(name: str, num_ranks: int, num_microbatches: int, nbytes: int, seeds: 
         links.connect()
         assert set(links.shared) == {link for link in groups.links if way != "gloo" and topology.position in link}
         executor = Executor(links, topology.position)
-        for seed in seeds_of(way, seeds):
+        for seed in seeds_of(way, nbytes, seeds):
             work = Relay(schedule.num_stages, nbytes, pause, seed % 2 == 0, random.Random(100 * seed + rank))
             executor.run(lowered, work)
             count += len(executor.spans)
@@ -101,8 +101,10 @@ def relay(name: str, num_ranks: int, num_microbatches: int, nbytes: int, seeds: 
     return count
 
 
-def seeds_of(way: str, seeds: list[int]) -> list[int]:
-    """Only gloo posts receives, for which it matters when shapes are known: the other ways take half of the seeds."""
+def seeds_of(way: str, nbytes: int, seeds: list[int]) -> list[int]:
+    """Only gloo posts receives, for which it matters when shapes are known; only memory is fast with large messages."""
+    if way == "both" and nbytes == LARGE:
+        return []
     return seeds if way == "gloo" else seeds[:: 2 if way == "memory" else -2]
 
 
@@ -110,7 +112,7 @@ def check_relay(world: World, *args: Any, stages: int, microbatches: int, seeds:
     name, nbytes, pause = args
     counts = world.run(relay, name, stages, microbatches, nbytes, seeds, pause, size=stages)
     schedule = get_family(name).build(stages, microbatches)
-    runs = sum(len(seeds_of(way, seeds)) for way in WAYS)
+    runs = sum(len(seeds_of(way, nbytes, seeds)) for way in WAYS)
     assert sum(counts) == runs * sum(map(len, schedule.rows))
 
 
