@@ -41,6 +41,7 @@ MEASUREMENTS = [
     Measurement("peers_4", "Beside torch.distributed.pipelining on 4 ranks", "peers"),
     Measurement("peers_8", "Beside torch.distributed.pipelining on 8 ranks", "peers", ("--ranks", "8")),
     Measurement("real", "GPT-2 in training on 2 cores", "real"),
+    Measurement("sync", "When gradients are summed", "sync"),
     Measurement("split_backward", "A split backward", "split_backward"),
     Measurement("overhead", "Besides the work", "overhead"),
 ]
