@@ -24,6 +24,7 @@ AREAS = (
     "Loggers and profilers",
     "Precision",
     "Launch",
+    "Faults",
     "The module",
     "Faults",
 )

@@ -96,8 +96,12 @@ def recomputed_stages(recompute: str | Sequence[int] | None, num_stages: int) ->
     return frozenset(recompute)
 
 
-def check_timeout(timeout: Any) -> timedelta:
+def check_timeout(timeout: Any, name: str = "timeout") -> timedelta:
     """A bound on waiting, as a duration.
+
+    Args:
+        timeout: What was given.
+        name: The argument's name.
 
     Raises:
         ValueError: It is no positive number of seconds.
@@ -106,7 +110,7 @@ def check_timeout(timeout: Any) -> timedelta:
         return timedelta(seconds=timeout)
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
         return timeout
-    raise ValueError(f"timeout={timeout!r}: it must be a positive number of seconds.")
+    raise ValueError(f"{name}={timeout!r}: it must be a positive number of seconds.")
 
 
 def check_backend(backend: str | None) -> None:

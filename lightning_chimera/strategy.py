@@ -64,7 +64,7 @@ from lightning_chimera.engine import Batch, Engine, Layout
 from lightning_chimera.facts import facts_of_optimizers, facts_of_run
 from lightning_chimera.files import WholeFiles
 from lightning_chimera.interruption import interrupt
-from lightning_chimera.launch import FunctionLauncher, ScriptLauncher
+from lightning_chimera.launch import FunctionLauncher, ScriptLauncher, leave_earlier_job
 from lightning_chimera.memory import explain, is_out_of_memory
 from lightning_chimera.nonfinite import Nonfinite, NonfiniteGuard
 from lightning_chimera.partition.anatomy import Anatomy, find_anatomy, holds_a_model
@@ -83,10 +83,12 @@ from lightning_chimera.runtime.agreement import check_at_start, check_in_group, 
 from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
 from lightning_chimera.runtime.failures import all_fail_alike
 from lightning_chimera.runtime.meeting import meeting, met
+from lightning_chimera.runtime.progress import PROGRESS
 from lightning_chimera.runtime.randomness import keyed
 from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.runtime.watch import begin_watching, end_watching, stop_watching, tell_failure
 from lightning_chimera.schedules import Builder, Schedule, select
-from lightning_chimera.signals import Signals
+from lightning_chimera.signals import Interrupted, Signals
 from lightning_chimera.stock import StockCallbacks, log_graphs
 from lightning_chimera.threads import Threads
 from lightning_chimera.timeline import SyncPolicy, Timeline
@@ -117,7 +119,8 @@ class ChimeraStrategy(ParallelStrategy):
         gradient_sync: When the copies of a stage start to sum their gradients: ``"eager"`` as soon as the last one is
             there, ``"eager-opt"`` so for the stages beyond the middle one, ``"hidden"`` where the schedule leaves time
             for it, and ``"lazy"`` at the end of a rank's actions, as all others do for the rest.
-        timeout: Bound in seconds on every wait for another rank.
+        timeout: Bound in seconds on every wait for another rank that is alive.
+        stall_timeout: A rank that has given no sign of life for this many seconds has stalled, and the run ends.
         nonfinite: What happens if a loss or a gradient is not finite: training goes on as in a plain Trainer
             (``"ignore"``), all ranks raise and say where it began (``"raise"``), or all skip the step (``"skip"``).
         shared_memory: Whether ranks of one host that compute on the CPU hand over through memory that both see.
@@ -147,7 +150,8 @@ class ChimeraStrategy(ParallelStrategy):
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
         gradient_sync: Literal["eager", "eager-opt", "hidden", "lazy"] = "hidden",
-        timeout: float | timedelta = 300.0,
+        timeout: float | timedelta = 1800.0,
+        stall_timeout: float | timedelta = 120.0,
         nonfinite: Nonfinite = "ignore",
         shared_memory: bool = True,
         save_on_signal: bool = False,
@@ -161,6 +165,7 @@ class ChimeraStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        leave_earlier_job()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -176,6 +181,7 @@ class ChimeraStrategy(ParallelStrategy):
         check_cuts_type(cuts)
         check_backend(process_group_backend)
         self._timeout = check_timeout(timeout)
+        self._stall_timeout = check_timeout(stall_timeout, "stall_timeout")
         check_recompute(recompute)
         self._recompute = recompute
         self._shared_memory = shared_memory
@@ -206,6 +212,7 @@ class ChimeraStrategy(ParallelStrategy):
         self._callbacks: StockCallbacks | None = None
         self._num_runs = 0
         self._can_save: bool | None = None
+        self._failure: BaseException | None = None
         self._is_stepping = False
         self._save_on_signal = save_on_signal
         self._signals: Signals | None = None
@@ -316,8 +323,14 @@ class ChimeraStrategy(ParallelStrategy):
         if isinstance(self.cluster_environment, SLURMEnvironment):
             slurm.choose_port()
         if self._start_method == "popen":
+            patience = self._timeout.total_seconds()
             self._launcher = ScriptLauncher(
-                self._check_module, self._threads, self.cluster_environment, self.num_processes, self.num_nodes
+                self._check_module,
+                self._threads,
+                patience,
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
             )
         else:
             self._launcher = FunctionLauncher(
@@ -351,6 +364,22 @@ class ChimeraStrategy(ParallelStrategy):
         if not _distributed_is_initialized():
             _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
             atexit.register(_leave_process_group)
+        begin_watching(self._stall_timeout, self._where, self.topology.at, self._finalize_loggers)
+
+    def _finalize_loggers(self) -> None:
+        module = self.lightning_module
+        for logger in [] if module is None or module._trainer is None else module._trainer.loggers:
+            logger.finalize("failed")
+
+    def _where(self) -> str:
+        """Where in a run this is, for whoever reads of an error; asked from another thread at any time."""
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return ""
+        trainer = module._trainer
+        stage = "" if trainer.state.stage is None else f", {trainer.state.stage.value}"
+        hook = f" in {module._current_fx_name}" if module._current_fx_name else ""
+        return f"step {trainer.global_step}{stage}{hook}"
 
     def _take_signals(self, trainer: Trainer) -> None:
         environment = self.cluster_environment
@@ -608,7 +637,8 @@ class ChimeraStrategy(ParallelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.engine.put_gradients()
         if self._is_stepping:
-            self.engine.reduce_gradients()
+            with PROGRESS.at("all-reduce of gradients"):
+                self.engine.reduce_gradients()
         loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         if self._is_stepping and self._guard is not None:
             self._guard.before_optimizer(self.lightning_module.trainer.global_step)
@@ -834,7 +864,8 @@ class ChimeraStrategy(ParallelStrategy):
                 "No checkpoint can be saved: this rank has failed, and the others, which hold the rest of the model,"
                 " have not, or in another way."
             )
-        return self.engine.module_state()
+        with PROGRESS.at("collecting the state of a checkpoint"):
+            return self.engine.module_state()
 
     @property
     def _has_failed(self) -> bool:
@@ -845,6 +876,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def _fails_alike(self, error: BaseException) -> bool:
         """Whether all ranks have failed with this error at this step, so that they can still work together."""
+        self.on_exception(error)
         if self._can_save is None:
             assert self.lightning_module is not None
             step = self.lightning_module.trainer.global_step
@@ -855,9 +887,9 @@ class ChimeraStrategy(ParallelStrategy):
     @met("trainer.save_checkpoint()")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state on global rank 0; every rank must call it."""
-        return self.engine.optimizer_state(
-            optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        )
+        own = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        with PROGRESS.at("collecting the state of a checkpoint"):
+            return self.engine.optimizer_state(own)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -869,9 +901,16 @@ class ChimeraStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Says what helps where memory has run out."""
+        """Tells the other ranks, so that none waits for this one; says what helps where memory has run out."""
+        if exception is self._failure:
+            return
+        self._failure = exception
+        if isinstance(exception, Interrupted):
+            end_watching()  # all ranks end alike
+            return
         if self._engine is not None and is_out_of_memory(exception):
             explain(exception, self._engine, self.optimizers, str(self.precision_plugin.precision))
+        tell_failure(exception)
 
     @override
     def teardown(self) -> None:
@@ -884,6 +923,7 @@ class ChimeraStrategy(ParallelStrategy):
                 if self._callbacks is not None:
                     self._callbacks.make_whole()
             engine.release()
+        end_watching()
         if self._compiled is not None:
             self._compiled.release()
             self._compiled = None
@@ -910,7 +950,7 @@ class ChimeraStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what belongs to one process: the spawn launcher pickles the strategy."""
-        own = ("_engine", "_compiled", "_decisions", "_guard", "_loader", "_callbacks", "_signals")
+        own = ("_engine", "_compiled", "_decisions", "_guard", "_loader", "_callbacks", "_signals", "_failure")
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 
@@ -929,5 +969,6 @@ def _group_loader(loaders: Sequence[Any], dataloader_idx: int) -> GroupLoader | 
 
 def _leave_process_group() -> None:
     """Closes the connections at the end of the process; Lightning does so for NCCL only."""
+    stop_watching()
     if _distributed_is_initialized():
         dist.destroy_process_group()

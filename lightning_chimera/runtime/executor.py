@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.progress import PROGRESS
 from lightning_chimera.schedules import Action, Lowered, Message, Operation
 from lightning_chimera.timeline import Span
 
@@ -61,6 +62,7 @@ class Executor:
         """What has left an action and was not taken yet, by a message or by the next stage on this rank."""
         for operation, subject in row:
             if isinstance(subject, Action):
+                PROGRESS.action = subject
                 if before is not None:
                     before(subject)
                 message = received.get(subject)
@@ -76,7 +78,10 @@ class Executor:
                 assert boundary is not None
                 self._links.send(subject, outputs.pop(subject.producer), boundary)
             else:
+                PROGRESS.awaited = subject.target
                 self._links.release(subject)
+                PROGRESS.awaited = None
+        PROGRESS.action = None
 
     def _compute(
         self, action: Action, message: Message | None, handed: Callable[[Action], Tensor], work: Work
@@ -93,7 +98,12 @@ class Executor:
 
         def incoming(boundary: Boundary) -> Tensor:
             nonlocal start
-            tensor = handed(action).detach() if message is None else self._links.receive(message, boundary)
+            if message is None:
+                tensor = handed(action).detach()
+            else:
+                PROGRESS.awaited = message.source
+                tensor = self._links.receive(message, boundary)
+                PROGRESS.awaited = None
             start = perf_counter()
             return tensor
 

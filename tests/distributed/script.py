@@ -12,13 +12,17 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lightning_chimera
 from lightning_chimera.schedules import Placement, forward_only, gpipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from distributed.faults import Victim
 from distributed.users import ROWS, LanguageModule, Row, make_loader, make_rows
 
 
@@ -63,6 +67,22 @@ class RaisesBeforeTheModel(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
+class LosesAWorker(LanguageModule):
+    """Its loader's worker dies."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(_DeadlyRows(make_rows("gpt2", 4 * ROWS)), ROWS, num_workers=1)
+
+
+class _DeadlyRows(list[Any]):
+    """Rows, the 9th of which kills who reads it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == 8:
+            os._exit(1)
+        return super().__getitem__(index)
+
+
 SCHEDULES: dict[str, Any] = {
     "for more ranks": lambda stages, microbatches: gpipe(stages + 1, microbatches),
     "for more microbatches": lambda stages, microbatches: gpipe(stages, microbatches + 1),
@@ -80,6 +100,7 @@ def run(
     devices: int = 2,
     blocks: int = 4,
     schedule: str | None = None,
+    victim: tuple[int, str, str] | None = None,
     **options: Any,
 ) -> None:
     """Trains, and writes what each process has in the end.
@@ -91,24 +112,34 @@ def run(
         devices: Number of processes.
         blocks: Blocks of the model.
         schedule: As in ``ChimeraStrategy``, or a key of ``SCHEDULES``.
+        victim: The rank that meets a fault, the fault, and the place, as in ``faults.Victim``.
         **options: Options of ``ChimeraStrategy``.
     """
     L.seed_everything(0, verbose=False)
     if schedule is not None:
         options["schedule"] = SCHEDULES.get(schedule, schedule)
-    plain = module == "LanguageModule"
-    lightning_module = LanguageModule(exact=False, blocks=blocks) if plain else globals()[module]()
+    if victim is not None:
+        assert folder is not None
+        lightning_module: L.LightningModule = Victim(*victim, folder)
+    elif module == "LanguageModule":
+        lightning_module = LanguageModule(exact=False, blocks=blocks)
+    else:
+        lightning_module = globals()[module]()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=lightning_chimera.ChimeraStrategy(**options) if options else strategy,
         max_epochs=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=victim is not None,
+        default_root_dir=folder,
+        callbacks=[] if victim is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(lightning_module, make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    has_own = is_overridden("train_dataloader", lightning_module)
+    rows = make_rows("gpt2", 4 * ROWS, padded=victim is None)
+    trainer.fit(lightning_module, None if has_own else make_loader(rows, ROWS))
     if folder is not None:
         found = {
             "rank": trainer.global_rank,

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ class RankFailed(Exception):
         rank: The rank that failed first.
         error: Its error as one line, such as ``ValueError: no``.
         outputs: What each rank printed.
+        exit_codes: Those of all ranks; minus the signal of those that were killed.
     """
 
-    def __init__(self, rank: int, error: str, outputs: list[str], message: str) -> None:
+    def __init__(self, rank: int, error: str, outputs: list[str], message: str, exit_codes: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.rank, self.error, self.outputs = rank, error, outputs
+        self.rank, self.error, self.outputs, self.exit_codes = rank, error, outputs, list(exit_codes)
 
 
 class RanksHung(Exception):
@@ -68,6 +69,7 @@ class _Case:
     size: int
     limit: float
     folder: str
+    grace: float
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,7 +80,13 @@ class World:
         self._server: subprocess.Popen[str] | None = None
 
     def run(
-        self, function: Callable[..., Any], *args: Any, size: int, limit: float = 60.0, env: Mapping[str, str] = {}
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int,
+        limit: float = 60.0,
+        grace: float = GRACE,
+        env: Mapping[str, str] = {},
     ) -> list[Any]:
         """Calls ``function(*args)`` on each rank and returns what each returned.
 
@@ -87,6 +95,7 @@ class World:
             *args: Picklable.
             size: Number of ranks.
             limit: Seconds after which all are killed.
+            grace: Seconds for the other ranks to end by themselves after the first has failed.
             env: Further variables of the ranks' environment.
 
         Raises:
@@ -96,7 +105,7 @@ class World:
         folder = Path(tempfile.mkdtemp(prefix="world-"))
         try:
             (folder / "args").write_bytes(pickle.dumps(args))
-            case = _Case(f"{function.__module__}:{function.__qualname__}", size, limit, str(folder), dict(env))
+            case = _Case(f"{function.__module__}:{function.__qualname__}", size, limit, str(folder), grace, dict(env))
             return _judge(case, self._ask(case))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -158,11 +167,10 @@ def _judge(case: _Case, ended: dict[str, Any]) -> list[Any]:
     if errors:
         first = min(errors, key=lambda error: float(error["when"]))
         message = f"Rank {first['rank']} of {case.size} failed first.\n{first['traceback']}{printed}"
-        raise RankFailed(first["rank"], first["error"], outputs, message)
+        raise RankFailed(first["rank"], first["error"], outputs, message, ended["exit_codes"])
     rank, code = next((rank, code) for rank, code in enumerate(ended["exit_codes"]) if code)
-    raise RankFailed(
-        rank, f"exit code {code}", outputs, f"Rank {rank} of {case.size} left with exit code {code}.{printed}"
-    )
+    message = f"Rank {rank} of {case.size} left with exit code {code}.{printed}"
+    raise RankFailed(rank, f"exit code {code}", outputs, message, ended["exit_codes"])
 
 
 # -------------------------------------------------------------------------------------------------------------- server
@@ -226,7 +234,7 @@ def _run(case: _Case) -> dict[str, Any]:
             codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(handle)
             if codes[rank] and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+                failed, deadline = True, min(deadline, time.monotonic() + case.grace)
     _kill([pid for _, pid in children.values()])  # what the ranks may have left behind, such as workers of a loader
     hung = late if not any(codes[rank] for rank in range(case.size) if rank not in late) else []
     return {"exit_codes": codes, "hung": hung}
@@ -300,7 +308,8 @@ def _seed(rank: int) -> None:
 
 def _note_error(folder: Path, rank: int, error: BaseException) -> None:
     lines = traceback.format_exception(error)
-    note = {"rank": rank, "when": time.time(), "error": lines[-1].strip(), "traceback": "".join(lines)}
+    said = traceback.format_exception_only(error)[0].strip()  # without its notes
+    note = {"rank": rank, "when": time.time(), "error": said, "traceback": "".join(lines)}
     (folder / f"{rank}.error.part").write_text(json.dumps(note))
     (folder / f"{rank}.error.part").rename(folder / f"{rank}.error")
 

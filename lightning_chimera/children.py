@@ -1,0 +1,156 @@
+"""The processes that a rank has started for the other ranks of its node."""
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lightning_chimera.runtime.watch import BOUND, GRACE, before_leaving
+
+PARENT = "LIGHTNING_CHIMERA_PARENT"
+"""Tells a child the process that has started it."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class Children:
+    """Starts the other ranks' processes and ends with them.
+
+    If one fails, the watch of the run says so, and this process ends; what is done here is for the times in which
+    there is no watch, before the process group is made and after it is left.
+
+    Args:
+        patience: Seconds to wait at this process's end for children that have not failed.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._patience = patience
+        self._is_over = threading.Event()
+
+    def start(self, commands: Sequence[tuple[Sequence[str], Mapping[str, str], str | None]]) -> None:
+        """Starts each of some commands with its environment and folder."""
+        for command, env, folder in commands:
+            own = {**env, PARENT: str(os.getpid())}
+            self.processes.append(subprocess.Popen(command, env=own, cwd=folder, preexec_fn=_die_with(os.getpid())))
+        before_leaving.append(self.end)
+        atexit.register(self.join)
+        threading.Thread(target=self._look_after, name="chimera-children", daemon=True).start()
+
+    def send(self, number: int) -> None:
+        """Passes a signal on."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def end(self) -> None:
+        """Ends them, if they don't by themselves."""
+        self._wait(BOUND)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def join(self) -> None:
+        """Waits for their end; leaves with an exit code if one fails that this process might not leave with."""
+        self._is_over.set()
+        before_leaving.remove(self.end)
+        deadline = time.monotonic() + self._patience
+        while self._running() and not self._failed() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._wait(GRACE + BOUND)
+        has_failed = bool(self._running() or self._failed())
+        self.end()
+        if has_failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def close(self) -> None:
+        """Waits for their end, and forgets them."""
+        atexit.unregister(self.join)
+        self.join()
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+    def _failed(self) -> list[tuple[int, int]]:
+        """Number and exit code of those that have failed."""
+        codes = [(number, process.poll()) for number, process in enumerate(self.processes, 1)]
+        return [(number, code) for number, code in codes if code]
+
+    def _look_after(self) -> None:
+        """Ends this process if a child has failed and nobody else does."""
+        while not self._is_over.wait(0.1):
+            if not self._failed():
+                continue
+            self._is_over.wait(GRACE + BOUND if dist.is_initialized() else 1.0)
+            if self._is_over.is_set():
+                return
+            number, code = self._failed()[0]
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+            process = self.processes[number - 1]
+            os.write(2, f"chimera: the process {process.pid} of local rank {number} {how}.\n".encode())
+            self.send(signal.SIGTERM)
+            self.end()
+            os._exit(1)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """What a child does before anything else, so that it ends if its parent is killed."""
+
+    def prepare() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def look_after_parent() -> None:
+    """Ends this process some time after the one that has started it, where one has.
+
+    Until now the kernel would have done so at once; from now on there is time to say what has happened.
+    """
+    parent = os.environ.get(PARENT)
+    if parent is None or os.getppid() != int(parent):
+        return
+
+    def look() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(0.5)
+        time.sleep(GRACE + BOUND)
+        os._exit(1)
+
+    threading.Thread(target=look, name="chimera-parent", daemon=True).start()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+@contextmanager
+def environment(names: Sequence[str]) -> Iterator[None]:
+    """Puts variables of the environment back in the end."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def restore(before: Mapping[str, str | None]) -> None:
+    """Gives variables of the environment the values that they had."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

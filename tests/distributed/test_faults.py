@@ -1,0 +1,157 @@
+"""How a run ends when one rank fails, is killed or stops: all ranks end, and the screen says who, where and why."""
+
+import re
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from .faults import FAULTS, PLACES, STEP, checkpoints, suffer
+from .launches import PYTHON, TORCHRUN, launch
+from .world import RankFailed, World
+
+RANKS = 3
+STALL_TIMEOUT = 5.0
+BOUND = 10.0
+"""Seconds in which all ranks end after a rank has failed, or was found to have stalled."""
+SLACK = 10.0
+"""What a busy machine may take longer."""
+
+SAMPLE = [
+    (1, "exception", "forward"),
+    (0, "exception", "backward"),
+    (2, "exception", "validation"),
+    (2, "SIGKILL", "all-reduce"),
+    (1, "SIGKILL", "checkpoint save"),
+    (0, "SIGKILL", "forward"),
+    (1, "SIGSTOP", "backward"),
+    (0, "SIGSTOP", "all-reduce"),
+    (2, "SIGINT", "forward"),
+    (0, "out of memory", "checkpoint save"),
+]
+WHERE = {
+    "forward": r"step 2, train in training_step, stage \d, microbatch \d, forward \(action \dF\d\)",
+    "backward": r"step 2, train in training_step, stage \d, microbatch \d, backward \(action \dB\d\)",
+    "all-reduce": "step 2, train in backward, all-reduce of gradients",
+    "validation": r"step 2, validate in validation_step, stage \d, microbatch \d, forward \(action \dF\d\)",
+    "checkpoint save": "step 2, train in on_save_checkpoint",
+}
+SAYS = {
+    "exception": "ArithmeticError: the fault",
+    "out of memory": "OutOfMemoryError: CUDA out of memory",
+}
+"""The errors of the rank itself."""
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    """Lines that are printed in the end."""
+    lines: list[str] = []
+    yield lines
+    print("\n" + "\n".join(lines))  # noqa: T201
+
+
+def judge(world: World, folder: Path, rank: int, fault: str, place: str) -> str:
+    """Has a rank meet a fault, checks how the run ends, and gives a line of the table."""
+    stall = STALL_TIMEOUT if fault == "SIGSTOP" else 120.0
+    with pytest.raises(RankFailed) as caught:
+        world.run(suffer, rank, fault, place, str(folder), RANKS, stall, size=RANKS, limit=90.0, grace=BOUND + SLACK)
+    failure = caught.value
+    seconds = time.monotonic() - float((folder / "when").read_text())
+    assert seconds < BOUND + SLACK + (STALL_TIMEOUT if fault == "SIGSTOP" else 0.0), failure
+    killed = {"SIGKILL", "SIGSTOP"} & {fault}
+    expected = [-9 if killed and other == rank else 1 for other in range(RANKS)]  # else the harness had to end one
+    assert failure.exit_codes == expected, failure
+    text = "".join(failure.outputs) + str(failure)
+    if fault in SAYS:
+        assert re.search(rf"rank {rank} of {RANKS} failed at: {WHERE[place]}", text), text
+        assert SAYS[fault] in text
+    elif fault in ("SIGKILL", "SIGSTOP"):
+        what = "vanished" if fault == "SIGKILL" else "stalled"
+        assert re.search(rf"chimera: rank {rank} of {RANKS} has {what}", text), text
+        assert re.search(r"Rank \d (waits for it|was) at: step [23], .", text), text
+    # A rank that could save went on without this one; every file that is there is whole.
+    steps = checkpoints(folder)
+    # SIGINT and SIGTERM end all ranks alike after a batch, of which nothing is to be told.
+    assert steps[:STEP] in ([1, 2], [1] if place == "checkpoint save" else [1, 2]), steps
+    return f"{fault:14} rank {rank}  {place:16} {seconds:5.1f} s  checkpoints of steps {steps}"
+
+
+@pytest.mark.contract(
+    "Faults",
+    "a rank that raises, runs out of memory, is killed or stopped, anywhere in a run: all ranks end in bounded time,"
+    " and the screen says which rank, at which step, stage, microbatch and action",
+    reported="Lightning#2913, Lightning#2590, Lightning#19377, Lightning#20832",
+)
+@pytest.mark.parametrize(("rank", "fault", "place"), SAMPLE, ids=lambda value: str(value).replace(" ", "-"))
+def test_a_fault_on_one_rank_ends_all_of_them(world: World, tmp_path: Path, rank: int, fault: str, place: str) -> None:
+    judge(world, tmp_path, rank, fault, place)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("fault", "rank", "place"), list(product(FAULTS, range(RANKS), PLACES)))
+def test_every_fault_on_every_rank_in_every_place_ends_all_ranks(
+    world: World, tmp_path: Path, table: list[str], rank: int, fault: str, place: str
+) -> None:
+    table.append(judge(world, tmp_path, rank, fault, place))
+
+
+# ------------------------------------------------------------------------------------------------------------ real runs
+
+PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON}
+REAL = [
+    ("popen", 1, "exception"),
+    ("popen", 0, "SIGKILL"),
+    *(
+        pytest.param(method, rank, fault, marks=pytest.mark.long)
+        for method, fault, rank in product(PREFIXES, FAULTS, (0, 1))
+        if (method, rank, fault) not in (("popen", 1, "exception"), ("popen", 0, "SIGKILL"))
+    ),
+]
+
+
+def orphaned_memory() -> list[str]:
+    """Files of torch in shared memory whose process has ended."""
+    names = [path.name for path in Path("/dev/shm").glob("torch_*")]
+    return [name for name in names if not Path("/proc", name.split("_")[1]).exists()]
+
+
+@pytest.mark.contract(
+    "Faults", "no process, port or shared memory is left, whichever rank fails or is killed", reported="Lightning#9303"
+)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("method", "rank", "fault"), REAL)
+def test_a_fault_in_a_real_run_is_on_the_screen_once_and_leaves_nothing(
+    tmp_path: Path, method: str, rank: int, fault: str
+) -> None:
+    options = {"start_method": "spawn"} if method == "spawn" else {}
+    victim = (rank, fault, "forward")
+    ended = launch(  # which checks that no process is left
+        tmp_path, *PREFIXES[method], folder=str(tmp_path), victim=victim, stall_timeout=STALL_TIMEOUT, **options
+    )
+    assert ended.code not in (0, None), ended.screen
+    stall = STALL_TIMEOUT if fault == "SIGSTOP" else 0.0
+    assert ended.at - float((tmp_path / "when").read_text()) < stall + BOUND + SLACK, ended.screen
+    said = rf"chimera: rank {rank} of 2 has {'vanished' if fault == 'SIGKILL' else 'stalled'}"
+    if fault in SAYS:
+        said = rf"chimera: rank {rank} of 2 failed at: {WHERE['forward']}"
+    if fault not in ("SIGINT", "SIGTERM"):
+        assert len(re.findall(said, ended.screen)) == 1, ended.screen
+    if fault in ("exception", "out of memory"):
+        assert ended.screen.count(SAYS[fault]) == 1, ended.screen
+    assert checkpoints(tmp_path)[:2] == [1, 2]
+    assert orphaned_memory() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("method", PREFIXES)
+def test_a_worker_of_the_loader_that_dies_ends_all_ranks(tmp_path: Path, method: str) -> None:
+    options = {"start_method": "spawn"} if method == "spawn" else {}
+    ended = launch(tmp_path, *PREFIXES[method], module="LosesAWorker", **options)
+    assert ended.code not in (0, None), ended.screen
+    assert re.search(r"RuntimeError: DataLoader worker .* exited unexpectedly", ended.screen), ended.screen
+    assert len(re.findall(r"chimera: rank 0 of 2 failed at: step 2", ended.screen)) == 1, ended.screen
