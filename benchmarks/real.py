@@ -94,6 +94,8 @@ class Size(NamedTuple):
     vocabulary: int = 8192
 
 
+Batch = dict[str, Tensor]
+
 SIZES = (Size("small", 8, 256, 128), Size("large", 8, 512, 256))
 QUICK = Size("tiny", 2, 64, 32, 256)
 
@@ -140,12 +142,15 @@ class Work:
         )
         return GPT2LMHeadModel(config)
 
-    def loader(self, rank: int = 0, parts: int = 1) -> "DataLoader[Tensor]":
+    def loader(self, rank: int = 0, parts: int = 1) -> "DataLoader[Batch]":
         """Global batches, or the part of each that a process draws for itself: Lightning's sampler would shuffle."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.num_steps * self.rows, self.size.length)
-        rows = list(torch.randint(0, self.size.vocabulary, shape, generator=generator))
-        return DataLoader(cast("Dataset[Tensor]", rows[rank % parts :: parts]), batch_size=self.rows // parts)
+        rows = [
+            {"input_ids": ids, "labels": ids}
+            for ids in torch.randint(0, self.size.vocabulary, shape, generator=generator)
+        ]
+        return DataLoader(cast("Dataset[Batch]", rows[rank % parts :: parts]), batch_size=self.rows // parts)
 
 
 @dataclass
@@ -185,7 +190,7 @@ class Turn:
         self._step = 0
         self._start = self._cpu_start = 0.0
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, module: nn.Module) -> None:
         """Tells of the last step, waits, and starts the next."""
         self._seen.seconds = time.perf_counter() - self._start
         self._seen.cpu = time.process_time() - self._cpu_start
@@ -193,17 +198,17 @@ class Turn:
         self._connection.recv()
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         if self._step == 1:
-            self._meter = SavedForBackward(parameter for parameter in parameters if not parameter.is_meta)
+            self._meter = SavedForBackward(parameter for parameter in module.parameters() if not parameter.is_meta)
             self._within.enter_context(self._meter)
 
-    def end(self, loss: float | None, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def end(self, loss: float | None, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Notes what came of a step."""
         self._within.close()
         self._seen.loss = loss
         if self._step == 1:
             assert self._meter is not None
             self._seen.activations = self._meter.peak
-            self._seen.states = state_bytes(parameters, optimizer)
+            self._seen.states = state_bytes(module.parameters(), optimizer)
         self._step += 1
 
 
@@ -219,11 +224,11 @@ class Turns(Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Waits."""
-        self._turn.begin(list(pl_module.parameters()))
+        self._turn.begin(pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
         """Notes the loss."""
-        self._turn.end(float(outputs["loss"]), list(pl_module.parameters()), trainer.optimizers[0])
+        self._turn.end(float(outputs["loss"]), pl_module, trainer.optimizers[0])
 
 
 class Candidate(NamedTuple):
@@ -364,9 +369,9 @@ class Training(L.LightningModule):
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of a batch of rows."""
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        loss: Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -497,19 +502,18 @@ def by_torch(work: Work, turn: Turn, rank: int, *, schedule: str) -> None:
     pipeline = get_schedule_class(schedule)(
         PipelineStage(stage, rank, 2, torch.device("cpu")), work.num_microbatches, loss_fn=loss_of
     )
-    parameters = list(stage.parameters())
     optimizer = make_optimizer(stage.parameters())
     for batch in work.loader():
-        turn.begin(parameters)
+        turn.begin(stage)
         optimizer.zero_grad()
         losses: list[Tensor] = []
         if rank:
-            pipeline.step(target=batch, losses=losses, return_outputs=False)
+            pipeline.step(target=batch["labels"], losses=losses, return_outputs=False)
         else:
-            pipeline.step(batch, return_outputs=False)
+            pipeline.step(batch["input_ids"], return_outputs=False)
         dist.all_reduce(stage.tied.grad)
         optimizer.step()
-        turn.end(float(torch.stack(losses).mean()) if losses else None, parameters, optimizer)
+        turn.end(float(torch.stack(losses).mean()) if losses else None, stage, optimizer)
 
 
 def _trainer(make: Callable[[Work], Any], devices: int = 2, parts: int = 1) -> Callable[[Work, Turn, int], None]:
