@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data._utils import signal_handling
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Signals:
         self._received: set[signal.Signals] = set()
         self._runs = mmap.mmap(-1, 1)  # shared with the processes that are forked
         self._connector: Any = None
+        self._set_in_worker: Any = None
 
     def install(self, trainer: Trainer) -> None:
         """Takes the signals, instead of Lightning: its own handlers save, and wait for other ranks."""
@@ -69,8 +71,16 @@ class Signals:
                 continue  # ignored, as in the background of a shell, or the user's own
             self._previous[kind] = previous
             signal.signal(kind, self._note)
+        # torch gives a worker a handler of its own, which ends it: and that would be an error in this process.
+        self._set_in_worker = vars(signal_handling)["_set_worker_signal_handlers"]
+        vars(signal_handling)["_set_worker_signal_handlers"] = self._start_worker
         self._connector = trainer._signal_connector
         self._connector.__dict__["register_signal_handlers"] = self._forget_sigterm
+
+    def _start_worker(self) -> None:
+        self._set_in_worker()
+        if signal.SIGTERM in self._previous:
+            signal.signal(signal.SIGTERM, self._note)
 
     def _forget_sigterm(self) -> None:
         self._connector.received_sigterm = False
@@ -87,6 +97,7 @@ class Signals:
         for kind, handler in self._previous.items():
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+        vars(signal_handling)["_set_worker_signal_handlers"] = self._set_in_worker
         self._connector.__dict__.pop("register_signal_handlers", None)
         self._connector = None
         left = [kind for kind in KINDS[1:] if kind in self._received]

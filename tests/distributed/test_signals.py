@@ -1,13 +1,16 @@
 """Signals in the middle of steps: all ranks end alike after the same batch, and what they have saved loads."""
 
 import os
+import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 
 from lightning_chimera.signals import Interrupted
 
@@ -94,3 +97,83 @@ def test_a_signal_ends_an_evaluation_on_all_ranks(world: World, tmp_path: Path, 
     steps = 8 if method == "fit" else 0
     assert ended == [("SIGTERM", 143, steps, True)] * 2
     assert (tmp_path / "interrupted.ckpt").exists() == (method == "fit")
+
+
+# ------------------------------------------------------------------------------------------- requeues at any instant
+
+
+def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[str, Any, int, int]:
+    """Trains with fast steps and a loader worker; all processes of a rank get a signal at some moment.
+
+    Returns how it ended, with which code, after which step, and from which it had resumed.
+    """
+    torch.manual_seed(0)
+    rank = int(os.environ["LOCAL_RANK"])
+    trainer = make_trainer(Cell("1f1b"), max_epochs=-1, default_root_dir=folder)
+    begun: list[int] = []
+
+    class SignalsLater(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            begun.append(trainer.global_step)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if len(begun) == 1:  # the loader's worker is there by now, and gets the signal as well
+                begun.append(-1)
+                threading.Timer(delay + 0.01 * rank, lambda: os.killpg(os.getpgid(0), kind)).start()
+
+    trainer.callbacks.append(SignalsLater())
+    loader = DataLoader(make_rows("gpt2", 8 * ROWS), ROWS, num_workers=1, persistent_workers=True)
+    try:
+        trainer.fit(LanguageModule("gpt2"), loader)
+    except Interrupted as ended:
+        return ended.kind.name, ended.code, trainer.global_step, begun[0]
+    return "finished", None, trainer.global_step, begun[0]
+
+
+@pytest.mark.parametrize("instants", [2, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+def test_a_job_is_requeued_at_any_instant_and_resumed_at_the_saved_step(
+    world: World, tmp_path: Path, instants: int
+) -> None:
+    """The controller is a script that notes what it is asked; tests/cluster does the same with a real one."""
+    asked = tmp_path / "asked"
+    (tmp_path / "bin").mkdir()
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_JOB_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+    }
+    draw, step = random.Random(0), 0
+    for _ in range(instants):
+        (first, *others) = world.run(as_task, str(tmp_path / "run"), draw.uniform(0.0, 0.3), size=2, env=job)
+        assert others == [first]
+        how, code, end, begin = first
+        assert (how, code, begin) == ("SIGUSR1", 0, step)
+        step = end
+        (saved,) = (tmp_path / "run").glob("hpc_ckpt_*.ckpt")
+        assert torch.load(saved, weights_only=True)["global_step"] == step
+    assert asked.read_text().splitlines() == ["requeue 5_2"] * instants
+
+
+def as_task(folder: str, delay: float) -> tuple[str, Any, int, int]:
+    """A rank of a world as a task of a job."""
+    os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["LOCAL_RANK"]
+    return train_until_told(folder, delay, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_the_workers_of_a_loader_leave_a_signal_to_all_to_their_rank(
+    world: World, tmp_path: Path, kind: signal.Signals
+) -> None:
+    (first, *others) = world.run(train_until_told, str(tmp_path), 0.05, kind, size=2)
+    assert first[:2] == (kind.name, 128 + kind)
+    assert others == [first]

@@ -68,9 +68,20 @@ def test_recipe_starts_with_what_it_is(recipe):
     assert len(first) > 30
 
 
+# What who starts the processes tells them.
+LAUNCHED = {
+    "slurm": {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"},
+    "torchrun": {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "7", "RANK": "0"},
+}
+
+
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
-def test_option_composes_and_its_targets_take_their_keys(option, compose_run):
+def test_option_composes_and_its_targets_take_their_keys(option, compose_run, monkeypatch):
     group, name = option.parent.name, option.stem
+    if name == "submitit":
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra `slurm` is not installed")
+    for variable, value in LAUNCHED.get(name, {}).items():
+        monkeypatch.setenv(variable, value)
     override = f"{PLACED.get(group, group)}={name}"
     assert check_targets(compose_run("train", override, *REQUIRED.get(f"{group}/{name}", ()))) >= 6
 
