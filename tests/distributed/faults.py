@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +92,7 @@ class Victim(LanguageModule):
             FAULTS[self.fault]()
 
 
-def suffer(rank: int, fault: str, place: str, folder: str, ranks: int, stall_timeout: float) -> None:
+def suffer(rank: int, fault: str, place: str, folder: str, ranks: int, stall_timeout: float, batches: int = 6) -> None:
     """Trains until the fault."""
     torch.manual_seed(0)
     trainer = make_trainer(
@@ -102,11 +103,30 @@ def suffer(rank: int, fault: str, place: str, folder: str, ranks: int, stall_tim
         callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
         default_root_dir=folder,
     )
-    rows = make_rows("gpt2", 6 * ROWS, padded=False)
+    rows = make_rows("gpt2", batches * ROWS, padded=False)
     try:
         trainer.fit(Victim(rank, fault, place, folder), make_loader(rows), make_loader(rows[:ROWS]))
     finally:
         Path(folder, f"ended-{trainer.global_rank}").write_text(str(time.monotonic()))
+
+
+def meet_at(seconds: float, fault: str, folder: str) -> None:
+    """Has this process meet a fault some time after now, whatever it does then."""
+
+    def meet() -> None:
+        Path(folder, "when").write_text(str(time.monotonic()))
+        FAULTS[fault]()
+
+    timer = threading.Timer(seconds, meet)
+    timer.daemon = True
+    timer.start()
+
+
+def train_until(rank: int, fault: str, seconds: float, folder: str, ranks: int, stall_timeout: float) -> None:
+    """Trains for longer than until the fault, which comes at a time instead of at a place."""
+    if int(os.environ["LOCAL_RANK"]) == rank:
+        meet_at(seconds, fault, folder)
+    suffer(-1, fault, "", folder, ranks, stall_timeout, batches=1000)
 
 
 def checkpoints(folder: Path) -> list[int]:

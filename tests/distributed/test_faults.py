@@ -1,5 +1,6 @@
 """How a run ends when one rank fails, is killed or stops: all ranks end, and the screen says who, where and why."""
 
+import random
 import re
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .faults import FAULTS, PLACES, STEP, checkpoints, suffer
+from .faults import FAULTS, PLACES, STEP, checkpoints, suffer, train_until
 from .launches import PYTHON, TORCHRUN, launch
 from .world import RankFailed, World
 
@@ -97,6 +98,28 @@ def test_every_fault_on_every_rank_in_every_place_ends_all_ranks(
     world: World, tmp_path: Path, table: list[str], rank: int, fault: str, place: str
 ) -> None:
     table.append(judge(world, tmp_path, rank, fault, place))
+
+
+CHAOS = 40
+"""Random faults in `make long`."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(CHAOS))
+def test_a_kill_or_a_stop_at_any_time_hangs_nobody_and_loses_no_checkpoint(
+    world: World, tmp_path: Path, number: int
+) -> None:
+    draw = random.Random(number)
+    rank, fault, seconds = draw.randrange(RANKS), draw.choice(["SIGKILL", "SIGSTOP"]), draw.uniform(1.0, 4.0)
+    with pytest.raises(RankFailed) as caught:
+        world.run(
+            train_until, rank, fault, seconds, str(tmp_path), RANKS, STALL_TIMEOUT, size=RANKS, limit=120.0, grace=20.0
+        )
+    took = time.monotonic() - float((tmp_path / "when").read_text())
+    assert took < BOUND + SLACK + STALL_TIMEOUT, caught.value
+    steps = checkpoints(tmp_path)
+    assert steps == list(range(1, len(steps) + 1)), steps
 
 
 # ------------------------------------------------------------------------------------------------------------ real runs
