@@ -53,7 +53,8 @@ def environment(work: Path) -> dict[str, str]:
         script = binaries / name
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
         script.chmod(0o755)
-    return {"PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def overrides(work: Path, *own: str) -> list[str]:
@@ -305,10 +306,10 @@ def test_torchrun_trains_over_two_nodes_as_one_process(
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("submitit") is None, reason="NO SWEEP OVER SLURM: the extra `slurm` is not installed")
 def test_hydra_sweeps_over_jobs_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    sweep = ["-m", "launch=submitit", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
-    command = ["python", "-m", "lightning_chimera.train", *overrides(tmp_path)]
-    own = [*sweep[1:], "hydra.launcher.timeout_min=5", f"hydra.sweep.dir={tmp_path}/sweep", "optimizer.lr=0.1,0.01"]
-    printed = cluster.run(*command, *own, "-m", limit=300.0, env=environment(tmp_path))
+    jobs = ["launch=submitit", "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=1"]
+    sweep = [*jobs, "hydra.launcher.timeout_min=5", f"hydra.sweep.dir={tmp_path}/sweep", "optimizer.lr=0.1,0.01"]
+    command = ["python", "-m", "lightning_chimera.train", "-m", *overrides(tmp_path, *sweep)]
+    printed = cluster.run(*command, limit=300.0, env=environment(tmp_path))
     first, second = (weights(tmp_path / "sweep" / number) for number in ("0", "1"))
     assert first.keys() == second.keys()
     assert any(not torch.equal(first[name], second[name]) for name in first), printed
