@@ -58,19 +58,19 @@ class Children:
             process.wait()
 
     def join(self) -> None:
-        """Waits for their end; leaves with an exit code if one fails that this process might not leave with."""
+        """Waits for their end; if one fails, this process leaves with its exit code, as it might not by itself."""
         self._is_over.set()
         before_leaving.remove(self.end)
         deadline = time.monotonic() + self._patience
         while self._running() and not self._failed() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._wait(GRACE + BOUND)
-        has_failed = bool(self._running() or self._failed())
+        codes = [code for _, code in self._failed()] or [1] * self._running()
         self.end()
-        if has_failed:
+        if codes:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(max(codes[0], 1))
 
     def close(self) -> None:
         """Waits for their end, and forgets them."""

@@ -32,6 +32,7 @@ def interrupt(
     Raises:
         Interrupted: Always.
     """
+    rank_zero_info(f"{kind.name} ends the run after step {trainer.global_step}.")
     requeues = requeues and kind in (REQUEUE, signal.SIGTERM)
     if (requeues or saves) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
         _save(trainer, requeues=requeues)

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _interrupt
 from typing_extensions import override
 
 from lightning_chimera.children import Children, environment, look_after_parent, restore
@@ -192,9 +193,25 @@ class FunctionLauncher(_MultiProcessingLauncher):
             _reserve_port(self._strategy.cluster_environment)
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
+            except KeyboardInterrupt:
+                # To all, or to this process alone. Not SIGINT: a second one would end who has got it at once.
+                self.kill(signal.SIGTERM)
+                self._end()
+                raise
             except BaseException:
                 self._end()
                 raise
+
+    @override
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except BaseException as error:
+            if trainer is not None:
+                _interrupt(
+                    trainer, error
+                )  # Lightning does so in the parent only, and the other ranks would not be told
+            raise
 
     def _end(self) -> None:
         """Ends what still runs, which this process would wait for without a bound at its end."""

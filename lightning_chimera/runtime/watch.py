@@ -181,12 +181,14 @@ class Watcher:
                 self._leave(found)
         self._failed = error
         error.add_note(what)
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        text = f"{what} (KeyboardInterrupt)\n" if is_interrupt else "".join(traceback.format_exception(error))
+        is_silent = not isinstance(error, Exception)  # KeyboardInterrupt and SystemExit, which Python does not print
+        text = f"{what} ({_headline(error).strip()})\n" if is_silent else "".join(traceback.format_exception(error))
         own = Verdict(run, "error", self._rank, self._rank, text)
         first: Verdict | None = self._ask(lambda: self._claim(own))
         if first is not None and first.rank != self._rank and _headline(error) in first.text:
             _silence(error)  # it is on the screen already
+        elif is_silent:
+            os.write(2, text.encode(errors="replace"))
         if self._keeper == self._rank:
             self._wait_until_seen()
 
@@ -330,6 +332,9 @@ class Watcher:
             self._ages[other] += elapsed
             beat, member = self._note(other, text), self._members[other]
             if beat.state == _LEFT:
+                if self._suspects and not beat.is_through(run):
+                    what = f"has left before this call of the Trainer: {member} has come to its end"
+                    return self._claim(self._about(run, "vanished", other, what, beat))
                 continue
             if self._ages[other] > self._stall_timeout:
                 what = f"has stalled, without a sign of life for {self._stall_timeout:g} s (stall_timeout)"

@@ -64,6 +64,12 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
     return Ended(code, text, seconds, start + seconds)
 
 
+def forget_rank() -> None:
+    """Makes a rank of a forked world a process that starts ranks itself."""
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 def _kill_what_is_left(process: subprocess.Popen[bytes]) -> bool:
     """Kills the session's processes; whether there were any long after the end of the first one."""
     patience = time.monotonic() + (10.0 if process.poll() is not None else 0.0)

@@ -2,15 +2,21 @@
 
 import random
 import re
+import signal
 import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from lightning_chimera.runtime.watch import stop_watching
 
 from .faults import FAULTS, PLACES, STEP, checkpoints, suffer, train_until
+from .fidelity import Cell, make_trainer
 from .launches import PYTHON, TORCHRUN, launch
+from .users import ROWS, LanguageModule, make_loader, make_rows
 from .world import RankFailed, World
 
 RANKS = 3
@@ -41,6 +47,7 @@ WHERE = {
 }
 SAYS = {
     "exception": "ArithmeticError: the fault",
+    "sys.exit": "SystemExit: 0",
     "out of memory": "OutOfMemoryError: CUDA out of memory",
 }
 """The errors of the rank itself."""
@@ -98,6 +105,32 @@ def test_every_fault_on_every_rank_in_every_place_ends_all_ranks(
     world: World, tmp_path: Path, table: list[str], rank: int, fault: str, place: str
 ) -> None:
     table.append(judge(world, tmp_path, rank, fault, place))
+
+
+def test_a_rank_that_leaves_by_itself_is_named_though_python_prints_nothing(world: World, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        world.run(suffer, 1, "sys.exit", "forward", str(tmp_path), 2, 120.0, size=2, limit=90.0, grace=BOUND + SLACK)
+    said = re.findall(rf"chimera: rank 1 of 2 failed at: {WHERE['forward']} \(SystemExit: 0\)", caught.value.outputs[1])
+    assert len(said) == 1, caught.value
+
+
+def go_on_alone() -> None:
+    """Trains; then rank 1 comes to its end, and rank 0 validates."""
+    trainer, module = make_trainer(Cell("1f1b"), max_epochs=1), LanguageModule("gpt2")
+    loader = make_loader(make_rows("gpt2", 2 * ROWS), ROWS)
+    trainer.fit(module, loader)
+    if trainer.global_rank == 1:
+        stop_watching()
+        dist.destroy_process_group()
+        time.sleep(20.0)  # as a rank does that waits for its children
+    trainer.validate(module, loader)
+
+
+@pytest.mark.long
+def test_a_rank_that_has_come_to_its_end_is_named_by_one_that_goes_on(world: World) -> None:
+    with pytest.raises(RankFailed) as caught:
+        world.run(go_on_alone, size=2, limit=90.0, grace=30.0)
+    assert "chimera: rank 1 of 2 has left before this call of the Trainer" in caught.value.outputs[0], caught.value
 
 
 CHAOS = 40
@@ -161,7 +194,10 @@ def test_a_fault_in_a_real_run_is_on_the_screen_once_and_leaves_nothing(
     said = rf"chimera: rank {rank} of 2 has {'vanished' if fault == 'SIGKILL' else 'stalled'}"
     if fault in SAYS:
         said = rf"chimera: rank {rank} of 2 failed at: {WHERE['forward']}"
-    if fault not in ("SIGINT", "SIGTERM"):
+    if fault in ("SIGINT", "SIGTERM"):
+        assert method != "popen" or ended.code == 128 + signal.Signals[fault], ended.screen
+        assert method == "spawn" or ended.screen.count(f"{fault} ends the run after step 3.") == 1, ended.screen
+    else:
         assert len(re.findall(said, ended.screen)) == 1, ended.screen
     if fault in ("exception", "out of memory"):
         assert ended.screen.count(SAYS[fault]) == 1, ended.screen

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_chimera.children import Children
+
 from . import script
-from .fidelity import make_trainer
-from .launches import PYTHON, TORCHRUN, launch
+from .faults import Victim
+from .fidelity import Cell, make_trainer
+from .launches import PYTHON, TORCHRUN, forget_rank, launch
 from .test_checkpoints import PLAIN
 from .users import ROWS, LanguageModule, make_loader, make_rows
 from .world import RankFailed, World
@@ -61,6 +65,40 @@ def test_an_error_on_one_rank_ends_all_and_is_on_the_screen(tmp_path: Path, modu
     raised = re.search(rf"ValueError: raised {where} the model at ([\d.]+) s", ended.screen)
     assert raised is not None, ended.screen
     assert ended.at - float(raised[1]) < 20.0
+
+
+def end_with_a_child(code: int) -> None:
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"import os; os._exit({code})" if code > 0 else "import os; os.kill(os.getpid(), 9)",
+    ]
+    Children(patience=20.0).start([(command, os.environ, None)])
+
+
+@pytest.mark.parametrize(("code", "expected"), [(143, 143), (1, 1), (-9, 1)])
+def test_a_script_ends_with_the_exit_code_of_a_rank_that_it_has_started(world: World, code: int, expected: int) -> None:
+    with pytest.raises(RankFailed) as caught:
+        world.run(end_with_a_child, code, size=1)
+    assert caught.value.exit_codes == [expected]
+
+
+def fail_in_a_notebook(fault: str, folder: str) -> None:
+    forget_rank()
+    torch.manual_seed(0)
+    trainer = make_trainer(Cell("1f1b", 2, strategy=(("start_method", "fork"),)), max_epochs=1)
+    trainer.fit(Victim(1, fault, "forward", folder), make_loader(make_rows("gpt2", 4 * ROWS, padded=False), ROWS))
+
+
+@pytest.mark.parametrize("fault", ["exception", "sys.exit"])
+def test_the_rank_that_fails_is_named_by_a_process_that_has_forked_it(world: World, tmp_path: Path, fault: str) -> None:
+    with pytest.raises(RankFailed) as caught:
+        world.run(fail_in_a_notebook, fault, str(tmp_path), size=1, limit=90.0)
+    text = "".join(caught.value.outputs) + (str(caught.value) if fault == "exception" else "")
+    assert "chimera: rank 1 of 2 failed at: step 2, train in training_step, stage " in text, text
+    assert {"exception": "ArithmeticError: the fault", "sys.exit": "(SystemExit: 0)"}[fault] in text, text
+    assert "the sender has gone" not in text, text
 
 
 BAD = {

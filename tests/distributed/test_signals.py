@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_chimera.signals import Interrupted
 
 from .fidelity import Cell, make_trainer
+from .launches import forget_rank
 from .users import ROWS, LanguageModule, make_loader, make_rows
 from .world import World
 
@@ -97,6 +99,32 @@ def test_a_signal_ends_an_evaluation_on_all_ranks(world: World, tmp_path: Path, 
     steps = 8 if method == "fit" else 0
     assert ended == [("SIGTERM", 143, steps, True)] * 2
     assert (tmp_path / "interrupted.ckpt").exists() == (method == "fit")
+
+
+class InterruptsParent(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.global_rank == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.5)
+
+
+def train_in_a_notebook(folder: str) -> int:
+    """Returns the exit code of the process that has started the ranks and is interrupted alone."""
+    forget_rank()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    cell = Cell("1f1b", 2, strategy=(("start_method", "fork"), ("save_on_signal", True)))
+    trainer = make_trainer(cell, max_epochs=-1, default_root_dir=folder, callbacks=[InterruptsParent()])
+    try:
+        trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.contract("Launch", "SIGINT to the process alone that has spawned or forked the ranks")
+def test_an_interrupt_of_the_parent_ends_all_ranks_after_a_whole_step(world: World, tmp_path: Path) -> None:
+    assert world.run(train_in_a_notebook, str(tmp_path), size=1) == [1]
+    assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] > 1
 
 
 # ------------------------------------------------------------------------------------------- requeues at any instant
