@@ -36,8 +36,9 @@ from benchmarks.ranks import TIMEOUT, run
 from benchmarks.report import Bar, Report, arguments
 from benchmarks.schedules import one_microbatch
 from lightning_chimera import ChimeraStrategy
+from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
-from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import Action, Schedule, get_family, lower
 

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from benchmarks.ranks import TIMEOUT, run
 from benchmarks.report import Bar, Report, Row, arguments
+from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
-from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import (
     SCHEDULES,

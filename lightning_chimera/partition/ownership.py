@@ -47,6 +47,8 @@ class Ownership:
         self.holders: dict[nn.Parameter, Ranks] = {
             parameter: ranks_of(sorted(used)) for parameter, used in stages.items()
         }
+        # What takes the place of a parameter is never held here, so these stay.
+        self._held = [parameter for parameter, ranks in self.holders.items() if rank in ranks]
         # By the parameter itself and not by its id, which another one may have as soon as it is gone.
         self._dropped: MutableMapping[Tensor, Placeholder] = WeakTensorKeyDictionary()
 
@@ -56,7 +58,7 @@ class Ownership:
 
     def held(self) -> list[nn.Parameter]:
         """The parameters on this rank, in the order of the module."""
-        return [parameter for parameter, ranks in self.holders.items() if self.rank in ranks]
+        return list(self._held)
 
     def holder_sets(self) -> set[Ranks]:
         """The distinct sets of holders."""

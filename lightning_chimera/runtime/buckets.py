@@ -36,6 +36,7 @@ class Bucket:
         self._group = group
         self._sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
         self._kept: Tensor | None = None
+        self._kept_parts: list[Tensor] = []
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
         self._times: tuple[float, float | None] = (0.0, None)
@@ -58,10 +59,11 @@ class Bucket:
             for parameter, piece in zip(self.parameters, pieces, strict=True)
         ]
         self._flat = torch.cat([*flat, present], out=self._buffer())
-        for parameter, part in zip(self.parameters, self._parts(), strict=True):
-            gradient, more = parameter.grad, earlier.get(parameter)
-            if gradient is not None and more is not None:
-                part.add_(more)
+        if earlier:
+            for parameter, part in zip(self.parameters, self._parts(), strict=True):
+                gradient, more = parameter.grad, earlier.get(parameter)
+                if gradient is not None and more is not None:
+                    part.add_(more)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def look(self) -> None:
@@ -124,8 +126,13 @@ class Bucket:
     def _parts(self) -> list[Tensor]:
         """The place of each parameter in the buffer, in its shape."""
         assert self._flat is not None
-        *parts, _present = torch.split(self._flat, self._sizes)
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        if self._flat is self._kept and self._kept_parts:
+            return self._kept_parts
+        *pieces, _present = torch.split(self._flat, self._sizes)
+        parts = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+        if self._flat is self._kept:
+            self._kept_parts = parts
+        return parts
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

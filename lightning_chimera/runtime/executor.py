@@ -1,12 +1,13 @@
 """Runs one rank's row of a lowered schedule: one interpreter for every schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
 
-from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.boundary import Boundary
+from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.progress import PROGRESS
 from lightning_chimera.schedules import Action, Lowered, Message, Operation
 from lightning_chimera.timeline import Span
@@ -42,15 +43,22 @@ class Executor:
         self.spans: list[Span] = []
         """When each action of the last row ran, in seconds of ``perf_counter``; waiting for its input not included."""
 
-    def run(self, lowered: Lowered, work: Work, before: Callable[[Action], None] | None = None) -> None:
+    def run(
+        self,
+        lowered: Lowered,
+        work: Work,
+        before: Callable[[Action], None] | None = None,
+        new: Container[int] = (),
+    ) -> None:
         """Runs this rank's row to its end.
 
         Args:
             lowered: The schedule with its messages.
             work: What to do at each action.
             before: Called before each action, and before it waits for its input.
+            new: The microbatches of shapes that no rank has seen before, the same on all ranks.
         """
-        self._links.begin()
+        self._links.begin(new)
         self.spans = []
         row, producers = lowered.rows[self._position], lowered.schedule.producers
         received = {

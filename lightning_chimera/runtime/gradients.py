@@ -41,6 +41,7 @@ class GradientSync:
         self._ownership = ownership
         self._groups = groups
         self._order = tuple(order)
+        self._shared = [parameter for parameter in ownership.held() if len(ownership.holders[parameter]) > 1]
         self._trained: list[bool] = []
         self._slots: list[list[Bucket]] = []
         """The buckets of each stage in the order, and behind them all others."""
@@ -104,13 +105,12 @@ class GradientSync:
 
     def _bucketize(self) -> None:
         """Makes the buckets anew if other parameters are trained than before."""
-        shared = [parameter for parameter in self._ownership.held() if len(self._ownership.holders[parameter]) > 1]
-        trained = [parameter.requires_grad for parameter in shared]
+        trained = [parameter.requires_grad for parameter in self._shared]
         if trained == self._trained:
             return
         self._trained = trained
         found: dict[tuple[int, Ranks, str], list[nn.Parameter]] = {}
-        for parameter in compress(shared, trained):
+        for parameter in compress(self._shared, trained):
             key = self._slot_of(parameter), self._ownership.holders[parameter], str(parameter.dtype)
             found.setdefault(key, []).append(parameter)
         self._slots = [[] for _ in range(len(self._order) + 1)]

@@ -4,31 +4,31 @@ One two-rank group per directed link carries that link's messages in the order i
 posted in that order, as NCCL needs, whatever the order in which they are used. Where the backend has tags (gloo) each
 message has its own. A send is only ever waited for when its buffer is given back, a receive when its tensor is used.
 
+A message of shapes that no batch had before is introduced: what it is goes in front of it, since a receive of another
+size than was sent ends the process in gloo, and hangs in NCCL.
+
 On the CPU, messages between two processes of one host go through memory that both see, where that can be had. Nothing
 is posted there, and nothing is waited for but what is used.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from lightning_chimera.runtime.shared_memory import OFFER_LENGTH, Inbox, LinkError, Outbox
+from lightning_chimera.runtime.boundary import NUM_NUMBERS, Boundary
+from lightning_chimera.runtime.shared_memory import OFFER_LENGTH, BoundaryError, Inbox, LinkError, Outbox
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import Message
 
-
-class Boundary(NamedTuple):
-    """Shape and type of the tensors that cross the stage boundaries for one microbatch, both ways."""
-
-    shape: torch.Size
-    dtype: torch.dtype
+_INTRODUCTIONS = 1 << 16
+"""The tag of a message's introduction is its own and this."""
 
 
 class Links:
@@ -60,7 +60,8 @@ class Links:
         self._inboxes: dict[int, Inbox] = {}
         self._waiting: defaultdict[int, deque[Message]] = defaultdict(deque)
         self._posted: dict[Message, tuple[Work, Tensor]] = {}
-        self._sent: dict[Message, tuple[Work, Tensor]] = {}
+        self._sent: dict[Message, list[tuple[Work, Tensor]]] = {}
+        self._new: Container[int] = ()
 
     @property
     def shared(self) -> tuple[tuple[int, int], ...]:
@@ -84,7 +85,7 @@ class Links:
         peer, outbox = self._topology.at(target), None
         if self._shares and self._device.type == "cpu":
             with suppress(OSError, AttributeError):  # there is no room; the system has no memory of that kind
-                outbox = Outbox()
+                outbox = Outbox(self._timeout)
         offer = torch.tensor(outbox.offer if outbox else [0] * OFFER_LENGTH, device=self._device)
         dist.send(offer, peer, group=group)
         if self._device.type == "cpu":
@@ -114,7 +115,7 @@ class Links:
         if message.source in self._inboxes:
             return
         waiting = self._waiting[message.source]
-        if boundary is None or waiting:
+        if boundary is None or waiting or message.consumer.microbatch in self._new:
             waiting.append(message)
         else:
             self._receive_into_buffer(message, boundary)
@@ -135,7 +136,8 @@ class Links:
         """Waits for a message; nothing waits in front of it (see :meth:`catch_up`).
 
         Raises:
-            RuntimeError: A receive was posted for another shape than is expected now, or nothing comes.
+            RuntimeError: A receive was posted for another shape than is expected now, another was sent, or nothing
+                comes.
         """
         if message.source in self._inboxes:
             return self._received_in_memory(message, boundary)
@@ -144,30 +146,51 @@ class Links:
             assert first == message
             self._receive_into_buffer(message, boundary)
         work, buffer = self._posted.pop(message)
-        if (buffer.shape, buffer.dtype) != (boundary.shape, boundary.dtype):
+        posted = Boundary(buffer.shape, buffer.dtype)
+        if posted != boundary:
             raise RuntimeError(
-                f"Message {message} was expected as {tuple(buffer.shape)} {buffer.dtype}, as for earlier batches of the"
-                f" same shapes, but this microbatch needs {tuple(boundary.shape)} {boundary.dtype}. The shape of the"
-                " model's input must follow from the shapes of the batch."
+                f"Message {message} was expected as {posted}, as for earlier batches of the same shapes, but this"
+                f" microbatch needs {boundary}. The shape of the model's input must follow from the shapes of the"
+                " batch."
             )
         work.wait()
         return buffer
 
     def _received_in_memory(self, message: Message, boundary: Boundary) -> Tensor:
         try:
-            tensor = self._inboxes[message.source].receive(message.index, *boundary)
+            tensor = self._inboxes[message.source].receive(message.index, boundary)
+        except BoundaryError as error:
+            self._refuse(message, boundary, error.sent)
         except LinkError as error:
             peer = self._topology.at(message.source)
-            raise RuntimeError(
-                f"Message {message} was expected from rank {peer} as {tuple(boundary.shape)} {boundary.dtype}: {error}."
-            ) from error
+            raise RuntimeError(f"Message {message} was expected from rank {peer} as {boundary}: {error}.") from error
         if tensor is None:
             self._receive_into_buffer(message, boundary)
             work, tensor = self._posted.pop(message)
             work.wait()
         return tensor
 
+    def _refuse(self, message: Message, expected: Boundary, sent: Boundary) -> NoReturn:
+        source, target = self._topology.at(message.source), self._topology.at(message.target)
+        raise RuntimeError(
+            f"Rank {source} has sent {sent}, but rank {target} expects {expected}, as message {message}. In a pipeline"
+            " the step runs on every rank, each for its stages, and must give the model input of the same shape on all"
+            " of them: nothing that decides the shape, such as a crop, may depend on the rank."
+        )
+
+    def _is_introduced(self, message: Message) -> bool:
+        """Whether what a message is goes in front of it; in shared memory it always does."""
+        is_shared = message.source in self._inboxes or message.target in self._outboxes
+        return not is_shared and message.consumer.microbatch in self._new
+
     def _receive_into_buffer(self, message: Message, boundary: Boundary) -> None:
+        if self._is_introduced(message):
+            group, tag = self._groups[message.source, message.target], _INTRODUCTIONS + message.index
+            numbers = torch.zeros(NUM_NUMBERS, dtype=torch.int64, device=self._device)
+            dist.recv(numbers, self._topology.at(message.source), group=group, tag=tag)
+            sent = Boundary.of_numbers(numbers.tolist())
+            if sent != boundary:
+                self._refuse(message, boundary, sent)
         buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._device)
         work = dist.irecv(
             buffer,
@@ -184,24 +207,29 @@ class Links:
         Raises:
             RuntimeError: The tensor is not what the receiver expects, or the receiver has gone.
         """
-        if (tensor.shape, tensor.dtype) != (boundary.shape, boundary.dtype):
+        given = Boundary(tensor.shape, tensor.dtype)
+        if given != boundary:
             raise RuntimeError(
-                f"Message {message} is {tuple(tensor.shape)} {tensor.dtype}, but the receiving stage expects"
-                f" {tuple(boundary.shape)} {boundary.dtype}: rows x length x hidden size of the model's input, in the"
-                " type of the model's parameters."
+                f"Message {message} is {given}, but the receiving stage expects {boundary}: rows x length x hidden size"
+                " of the model's input, in the type of the model's parameters."
             )
         tensor = tensor.detach()
         if message.target in self._outboxes and self._sent_in_memory(message, tensor):
             return
-        tensor = tensor.contiguous()
+        if self._is_introduced(message):
+            numbers = torch.tensor(given.as_numbers(), device=self._device)
+            self._start_send(message, numbers, _INTRODUCTIONS + message.index)
+        self._start_send(message, tensor.contiguous(), message.index)
+
+    def _start_send(self, message: Message, tensor: Tensor, tag: int) -> None:
         work = dist.isend(
             tensor,
             dst=self._topology.at(message.target),
             group=self._groups[message.source, message.target],
-            tag=message.index,
+            tag=tag,
         )
         assert work is not None
-        self._sent[message] = (work, tensor)
+        self._sent.setdefault(message, []).append((work, tensor))
 
     def _sent_in_memory(self, message: Message, tensor: Tensor) -> bool:
         try:
@@ -212,10 +240,14 @@ class Links:
 
     def release(self, message: Message) -> None:
         """Waits until a send is taken and gives its tensor back, if it was kept."""
-        if message in self._sent:
-            work, _ = self._sent.pop(message)
+        for work, _ in self._sent.pop(message, ()):
             work.wait()
 
-    def begin(self) -> None:
-        """Starts the queues of a new step."""
+    def begin(self, new: Container[int] = ()) -> None:
+        """Starts the queues of a new step.
+
+        Args:
+            new: The microbatches of shapes that no rank has seen before, the same on all ranks.
+        """
         self._waiting.clear()
+        self._new = new

@@ -25,7 +25,12 @@ class Microbatch:
 
     def signature(self) -> tuple[Any, ...]:
         """Shapes and types of the tensors inside: what the boundary tensors' shape follows from."""
-        return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves(self.data))
+        return signature_of(self.data)
+
+
+def signature_of(batch: Any) -> tuple[Any, ...]:
+    """Shapes and types of the tensors in a batch, in order."""
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves(batch))
 
 
 def count_rows(batch: Any) -> int | None:

@@ -13,11 +13,12 @@ from torch.autograd import Function
 from lightning_chimera.partition.deferral import Splitter, WeightGradients
 from lightning_chimera.partition.heads import Scales
 from lightning_chimera.partition.stage import HeadCall, Part, Passage, StageExit, StageRunner
+from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.gradients import GradientSync
-from lightning_chimera.runtime.links import Boundary, Links
-from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges
-from lightning_chimera.runtime.randomness import keyed, mix, preserved, reseed, seed
+from lightning_chimera.runtime.links import Links
+from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges, signature_of
+from lightning_chimera.runtime.randomness import keyed, mix, preserved, reseed, seed_by
 from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
 from lightning_chimera.timeline import Span, sync_places
 
@@ -110,6 +111,7 @@ class Pipeline:
         self._order = order
         self._training: dict[tuple[int, bool], tuple[Lowered, Mapping[Action, int]]] = {}
         self._evaluation: dict[int, Lowered] = {}
+        self._evaluated: set[tuple[Any, ...]] = set()
         self.schedule = usual
         """That of the last training step; a batch of few rows has one of its own."""
         self.spans: list[Span] = []
@@ -154,9 +156,9 @@ class Pipeline:
         self._work = work
         with preserved():  # once for all actions, each of which seeds the generators
             if sync is None:
-                self._executor.run(lowered, work)
+                self._executor.run(lowered, work, new=work.new)
             else:
-                self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)))
+                self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)), work.new)
                 sync.start()
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
@@ -172,22 +174,26 @@ class Pipeline:
         key = (*self._seed, *call.key)
         last = self._runner.num_stages - 1
         is_last = self._placement.rank_of(last) == self._position
+        signature = signature_of(batch)
+        is_new = not any(signature) or signature not in self._evaluated
 
         def through(given: dict[str, Any], rows: int, shape: torch.Size, part: Part) -> Tensor | None:
             ranges = row_ranges(rows, num_microbatches)
             if len(ranges) not in self._evaluation:
                 self._evaluation[len(ranges)] = lower(forward_only(self._placement, len(ranges)))
             work = _Evaluation(given, rows, shape, self._runner.anatomy.dtype, ranges, part, last)
-            self._executor.run(self._evaluation[len(ranges)], work)
+            self._executor.run(self._evaluation[len(ranges)], work, new=range(len(ranges) if is_new else 0))
             return torch.cat(work.joined) if work.joined else None
 
+        mixed = mix(*key)
         with keyed(*key), call.context():
             passage = self._runner.run_whole(
                 lambda: call.step(batch),
                 is_last=is_last,
                 through=through,
-                reseed=lambda layer: reseed(mix(*key), layer),
+                reseed=partial(reseed, mixed),
             )
+        self._evaluated.add(signature)
         return passage.left
 
     def release(self) -> None:
@@ -228,6 +234,12 @@ class _Training:
     def __post_init__(self) -> None:
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
         self.settled: dict[int, Boundary] = {}
+        self.new = {
+            part // self.parts
+            for part, signature in enumerate(self.signatures)
+            if not any(signature) or signature not in self.boundaries
+        }
+        """The microbatches whose shapes this rank does not know, and so no rank of the pipeline: all see each."""
 
     def parts_of(self, action: Action) -> list[int]:
         """The parts of the batch that an action works on."""
@@ -285,9 +297,9 @@ class _Training:
         known = self.boundaries.setdefault(self.signatures[part], seen)
         if known != seen:
             raise RuntimeError(
-                f"The model's input gives hidden states of {tuple(seen.shape)} {seen.dtype}, but a batch of the same"
-                f" shapes gave {tuple(known.shape)} {known.dtype} before. What the step hands to the model must follow"
-                " from the shapes of the batch: crop or pad in the data loader, not in the step."
+                f"The model's input gives hidden states of {seen}, but a batch of the same shapes gave {known} before."
+                " What the step hands to the model must follow from the shapes of the batch: crop or pad in the data"
+                " loader, not in the step."
             )
         return seen
 
@@ -351,14 +363,14 @@ class _Training:
         scales: Scales | None = None,
     ) -> Passage:
         """Calls the user's step for a part, as a stage sees it."""
-        key = self._key(part)
-        seed(*key)
+        key = mix(*self._key(part))
+        seed_by(key)
         with self.call.context():
             return self.runner.run(
                 stage,
                 lambda: self.call.step(self.microbatches[part].data),
                 receive=receive,
-                reseed=lambda layer: reseed(mix(*key), layer),
+                reseed=partial(reseed, key),
                 scales=scales,
                 recompute=self._recomputes_blocks(stage),
             )
@@ -383,7 +395,7 @@ class _Training:
         held = self.held[stage, part]
         entered, root = held.entered, held.root
         if self._recomputes_blocks(stage):
-            seed(*self._key(part))
+            seed_by(mix(*self._key(part)))
         with self._splitting(stage, held.later):
             if stage == self.runner.num_stages - 1:
                 if isinstance(root, Tensor):

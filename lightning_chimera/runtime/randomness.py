@@ -38,7 +38,11 @@ def _seed_torch(seed: int) -> None:
 
 def seed(*key: int) -> None:
     """Seeds the global generators from a key: those of torch, numpy and random."""
-    mixed = mix(*key)
+    seed_by(mix(*key))
+
+
+def seed_by(mixed: int) -> None:
+    """The same from a key that is mixed already."""
     _seed_torch(mixed)
     np.random.seed(mixed % 2**32)
     random.seed(mixed)

@@ -3,7 +3,8 @@
 The sender copies a tensor into a slot of the memory and rings: it writes a record of where it lies to a pipe, at which
 the receiver sleeps. The receiver uses the slot itself as the tensor, without a copy; when autograd and all others have
 let go of it, the slot goes back through a second pipe. A sender without a free slot makes one more. Where it can't, the
-record says that the message comes another way. So nobody waits for a slot.
+record says that the message comes another way. So nobody waits for a slot. A record says of what shape and type the
+tensor is, so that both ends are known to mean the same.
 
 Memory and pipes have no names: they go with the last process that has them, however that ends. The receiver opens them
 among the open files of the sender, which proves that both see the same memory. That is allocated before it is written
@@ -15,6 +16,7 @@ import os
 import secrets
 import select
 import struct
+import time
 import weakref
 from collections import defaultdict
 from contextlib import suppress
@@ -22,6 +24,8 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
+
+from lightning_chimera.runtime.boundary import NUM_NUMBERS, Boundary
 
 MOST_SLOTS = 256
 """Of a link; while the receiver has that many, messages go another way."""
@@ -34,17 +38,32 @@ Offer = list[int]
 
 OFFER_LENGTH = 5
 
-_RECORD = struct.Struct("<qqq")  # number of the message, where it lies, its bytes
+_RECORD = struct.Struct(f"<{2 + NUM_NUMBERS}q")  # number of the message, where it lies, its shape and type
 _ELSEWHERE = -1
 _CREDIT = struct.Struct("<q")  # where the slot lies
 
 
 class LinkError(RuntimeError):
-    """A message did not come, or is not what was expected."""
+    """A message did not come, or could not be sent."""
+
+
+class BoundaryError(LinkError):
+    """A message is not of the shape and type that its receiver expects.
+
+    Args:
+        sent: Those that it has.
+    """
+
+    def __init__(self, sent: Boundary) -> None:
+        super().__init__(f"{sent} was sent")
+        self.sent = sent
 
 
 class Outbox:
     """The sending end.
+
+    Args:
+        timeout: Bound on every wait.
 
     Attributes:
         offer: Lets the receiver find its end.
@@ -54,7 +73,7 @@ class Outbox:
         AttributeError: The system has no memory without a name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         name = secrets.randbits(62)
         self._memory = os.memfd_create(_named(name))
         bell, self._bell = os.pipe()
@@ -62,7 +81,9 @@ class Outbox:
         self.offer: Offer = [os.getpid(), self._memory, bell, credits, name]
         self._close_theirs = weakref.finalize(self, _close, bell, credits)
         weakref.finalize(self, _close, self._memory, self._bell, self._credits)
-        os.set_blocking(self._credits, False)
+        for file in (self._bell, self._credits):
+            os.set_blocking(file, False)
+        self._timeout = timeout
         os.ftruncate(self._memory, ROOM)
         self._room = torch.frombuffer(mmap.mmap(self._memory, ROOM), dtype=torch.uint8)
         self._sizes: dict[int, int] = {}
@@ -77,17 +98,37 @@ class Outbox:
         """Copies a tensor to where the receiver finds it; returns whether there was room.
 
         Raises:
-            LinkError: The receiver has gone.
+            LinkError: The receiver has gone, or has taken nothing within the bound.
         """
         place = self._place(tensor.nbytes)
         if place is not None:
             slot = self._room[place : place + tensor.nbytes]
             slot.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        try:
-            os.write(self._bell, _RECORD.pack(number, _ELSEWHERE if place is None else place, tensor.nbytes))
-        except BrokenPipeError:
-            raise LinkError("the receiver has gone") from None
+        boundary = Boundary(tensor.shape, tensor.dtype).as_numbers()
+        self._ring(_RECORD.pack(number, _ELSEWHERE if place is None else place, *boundary))
         return place is not None
+
+    def _ring(self, record: bytes) -> None:
+        """Writes a record whole, once there is room for it."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                os.write(self._bell, record)
+            except BrokenPipeError:
+                raise LinkError("the receiver has gone") from None
+            except BlockingIOError:
+                self._wait_for_room(deadline)
+            else:
+                return
+
+    def _wait_for_room(self, deadline: float) -> None:
+        """Waits until records have been read: about a thousand may lie unread."""
+        room = select.poll()
+        room.register(self._bell, select.POLLOUT)
+        if not room.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise LinkError(
+                f"the receiver has read no message for {self._timeout.total_seconds():g} s, and no more fit"
+            )
 
     def _place(self, nbytes: int) -> int | None:
         """Where a slot is free."""
@@ -136,34 +177,35 @@ class Inbox:
         self._timeout = timeout
         self._process = os.getpid()
         self._room = memoryview(mmap.mmap(self._memory, ROOM))
-        self._arrived: dict[int, tuple[int, int]] = {}
+        self._arrived: dict[int, tuple[int, Boundary]] = {}
 
-    def receive(self, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    def receive(self, number: int, boundary: Boundary) -> Tensor | None:
         """Waits for a message; returns it, or nothing where it comes another way.
 
         Raises:
-            LinkError: The sender has gone, has sent nothing within the bound, or something of another size.
+            BoundaryError: It is of another shape or type.
+            LinkError: The sender has gone, or has sent nothing within the bound.
         """
         while number not in self._arrived:
-            arrived, *where = self._record()
-            self._arrived[arrived] = where[0], where[1]
-        place, nbytes = self._arrived.pop(number)
-        if nbytes != shape.numel() * dtype.itemsize:
-            raise LinkError(f"{nbytes} bytes have come")
+            self._read_record()
+        place, sent = self._arrived.pop(number)
+        if sent != boundary:
+            raise BoundaryError(sent)
         if place == _ELSEWHERE:
             return None
-        slot = self._room[place : place + nbytes]
+        slot = self._room[place : place + boundary.shape.numel() * boundary.dtype.itemsize]
         weakref.finalize(slot, self._give_back, place).atexit = False  # the tensor has it, until its last view goes
-        return torch.frombuffer(slot, dtype=dtype).view(shape)
+        return torch.frombuffer(slot, dtype=boundary.dtype).view(boundary.shape)
 
-    def _record(self) -> tuple[int, ...]:
+    def _read_record(self) -> None:
         """Waits for the next ring."""
         if not self._rings.poll(self._timeout.total_seconds() * 1e3):
             raise LinkError(f"nothing has come for {self._timeout.total_seconds():g} s")
         record = os.read(self._bell, _RECORD.size)
         if not record:
             raise LinkError("the sender has gone")
-        return _RECORD.unpack(record)
+        number, place, *boundary = _RECORD.unpack(record)
+        self._arrived[number] = place, Boundary.of_numbers(boundary)
 
     def _give_back(self, place: int) -> None:
         if os.getpid() != self._process:

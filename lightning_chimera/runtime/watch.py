@@ -45,7 +45,7 @@ BOUND = 3.0
 """Seconds for anything else: an answer of the store, buffers that are flushed."""
 
 _PEER_ERROR = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|the (sender|receiver) has gone")
-_TIME_OUT = re.compile(r"Timed out waiting|nothing has come for")
+_TIME_OUT = re.compile(r"Timed out waiting|nothing has come for|has read no message for")
 _RUNS, _IDLE, _LEFT = "runs", "idle", "left"
 
 

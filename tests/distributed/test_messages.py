@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_chimera.runtime import shared_memory
+from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
-from lightning_chimera.runtime.links import Boundary, Links
+from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.topology import Groups, Topology
 from lightning_chimera.schedules import SCHEDULES, Action, Kind, Operation, get_family, lower
 
@@ -94,7 +95,7 @@ def relay(name: str, num_ranks: int, num_microbatches: int, nbytes: int, seeds: 
         executor = Executor(links, topology.position)
         for seed in seeds_of(way, nbytes, seeds):
             work = Relay(schedule.num_stages, nbytes, pause, seed % 2 == 0, random.Random(100 * seed + rank))
-            executor.run(lowered, work)
+            executor.run(lowered, work, new=() if work.known else range(num_microbatches))
             count += len(executor.spans)
             assert [span.action for span in executor.spans] == list(schedule.rows[topology.position])
     dist.barrier()

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from datetime import timedelta
+from threading import Thread
 from typing import NoReturn
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_chimera.runtime import shared_memory
+from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.shared_memory import Inbox, LinkError, Outbox
 from lightning_chimera.runtime.topology import Groups, Topology
@@ -22,13 +24,14 @@ from lightning_chimera.schedules import get_family
 from .world import World
 
 SHAPE = torch.Size((3, 1024))
+BOUNDARY = Boundary(SHAPE, torch.float32)
 BOUND = timedelta(seconds=0.2)
 Link = tuple[Outbox, Inbox]
 
 
 @pytest.fixture
 def link() -> Link:
-    outbox = Outbox()
+    outbox = Outbox(BOUND)
     return outbox, Inbox(outbox.offer, BOUND)
 
 
@@ -40,7 +43,7 @@ def sent(link: Link, number: int) -> Tensor | None:
     """Sends a tensor full of a number and returns what is received."""
     outbox, inbox = link
     went = outbox.send(number, tensor(number))
-    received = inbox.receive(number, SHAPE, torch.float32)
+    received = inbox.receive(number, BOUNDARY)
     assert went == (received is not None)
     return received
 
@@ -85,7 +88,7 @@ def test_messages_may_be_taken_in_another_order(link: Link) -> None:
     for number in range(6):
         outbox.send(number, tensor(number))
     for number in (4, 0, 5, 3, 1, 2):
-        found = inbox.receive(number, SHAPE, torch.float32)
+        found = inbox.receive(number, BOUNDARY)
         assert found is not None
         assert bool((found == number).all())
 
@@ -97,7 +100,7 @@ def test_values_of_any_type_and_layout_arrive_as_they_are(link: Link, dtype: tor
         [torch.randn(5, 7).mul(9).to(dtype).t(), torch.ones(1, dtype=dtype).expand(4, 3), torch.ones((), dtype=dtype)]
     ):
         outbox.send(number, given)
-        found = inbox.receive(number, given.shape, dtype)
+        found = inbox.receive(number, Boundary(given.shape, dtype))
         assert found is not None
         assert found.is_contiguous()
         assert torch.equal(found, given)
@@ -111,7 +114,7 @@ def test_messages_without_slot_or_without_bytes_go_another_way(link: Link, monke
     assert sent(link, 4) is not None
     outbox, inbox = link
     assert not outbox.send(5, torch.empty(0, 3))
-    assert inbox.receive(5, torch.Size((0, 3)), torch.float32) is None
+    assert inbox.receive(5, Boundary(torch.Size((0, 3)), torch.float32)) is None
 
 
 def test_messages_go_another_way_where_no_memory_is_left(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,35 +132,80 @@ def test_sizes_that_vary_share_slots(link: Link) -> None:
     places = set()
     for number, rows in enumerate([100, 99, 97, 100, 98, 101]):
         outbox.send(number, torch.ones(rows, 1024))
-        found = inbox.receive(number, torch.Size((rows, 1024)), torch.float32)
+        found = inbox.receive(number, Boundary(torch.Size((rows, 1024)), torch.float32))
         assert found is not None
         places.add(found.data_ptr())
         del found
     assert len(places) == 1
 
 
-def test_a_message_of_another_size_is_refused(link: Link) -> None:
+@pytest.mark.parametrize(
+    "expected", [Boundary(SHAPE, torch.int32), Boundary(SHAPE[::-1], torch.float32), Boundary(SHAPE, torch.float64)]
+)
+def test_a_message_of_another_shape_or_type_is_refused(link: Link, expected: Boundary) -> None:
     outbox, inbox = link
     outbox.send(0, tensor(1))
-    with pytest.raises(LinkError, match="12288 bytes have come"):
-        inbox.receive(0, SHAPE, torch.float64)
+    with pytest.raises(LinkError, match=r"\(3, 1024\) torch\.float32 was sent"):
+        inbox.receive(0, expected)
+
+
+def test_a_sender_waits_for_a_reader_as_long_as_is_said(link: Link) -> None:
+    outbox, inbox = link
+    number = -1
+
+    def fill() -> None:
+        nonlocal number
+        while number < 1 << 17:
+            outbox.send(number + 1, torch.empty(0))
+            number += 1
+
+    start = time.monotonic()
+    with pytest.raises(LinkError, match=r"the receiver has read no message for 0\.2 s, and no more fit"):
+        fill()
+    assert time.monotonic() - start < 30
+    assert number > 500
+    for read in range(number + 1):  # nothing was lost, nothing written in part
+        assert inbox.receive(read, Boundary(torch.Size((0,)), torch.float32)) is None
+    assert outbox.send(number + 1, tensor(5))
+    found = inbox.receive(number + 1, BOUNDARY)
+    assert found is not None
+    assert bool((found == 5).all())
+
+
+def test_a_sender_that_waits_goes_on_when_it_is_read() -> None:
+    outbox = Outbox(timedelta(seconds=60))
+    inbox = Inbox(outbox.offer, timedelta(seconds=60))
+    nothing = Boundary(torch.Size((0,)), torch.float32)
+    count = 3000  # more than the pipe holds
+
+    def read() -> None:
+        time.sleep(0.1)
+        for number in range(count):
+            inbox.receive(number, nothing)
+
+    reader = Thread(target=read, daemon=True)
+    reader.start()
+    for number in range(count):
+        outbox.send(number, torch.empty(0))
+    reader.join(60)
+    assert not reader.is_alive()
 
 
 def test_silence_is_waited_for_as_long_as_is_said(link: Link) -> None:
     start = time.monotonic()
     with pytest.raises(LinkError, match=r"nothing has come for 0\.2 s"):
-        link[1].receive(0, SHAPE, torch.float32)
+        link[1].receive(0, BOUNDARY)
     assert time.monotonic() - start < 30
 
 
 def test_both_ends_see_that_the_other_has_gone() -> None:
-    outbox = Outbox()
+    outbox = Outbox(BOUND)
     inbox = Inbox(outbox.offer, timedelta(seconds=60))
     outbox.settle()
     del outbox
     with pytest.raises(LinkError, match="the sender has gone"):
-        inbox.receive(0, SHAPE, torch.float32)
-    outbox = Outbox()
+        inbox.receive(0, BOUNDARY)
+    outbox = Outbox(BOUND)
     inbox = Inbox(outbox.offer, timedelta(seconds=60))
     outbox.settle()
     del inbox
@@ -171,7 +219,7 @@ def test_a_link_leaves_no_file_behind() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = num_files()
-    outbox = Outbox()
+    outbox = Outbox(BOUND)
     inbox = Inbox(outbox.offer, BOUND)
     outbox.settle()
     received((outbox, inbox), 1)
@@ -181,7 +229,7 @@ def test_a_link_leaves_no_file_behind() -> None:
 
 
 def test_what_has_come_outlives_both_ends() -> None:
-    outbox = Outbox()
+    outbox = Outbox(BOUND)
     inbox = Inbox(outbox.offer, BOUND)
     found = received((outbox, inbox), 7)
     del outbox, inbox
@@ -201,7 +249,7 @@ def test_a_forked_process_gives_no_slot_back(link: Link) -> None:
 
 
 def test_memory_of_another_process_is_not_taken_for_that_of_the_offer() -> None:
-    outbox = Outbox()
+    outbox = Outbox(BOUND)
     process, memory, *pipes, name = outbox.offer
     offers = [process, memory, *pipes, name + 1], [1 << 22, memory, *pipes, name], [process, pipes[0], *pipes, name]
     for wrong in offers:
