@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_chimera.schedules.action import Action, Kind, Schedule
@@ -194,15 +195,18 @@ def _is_due(schedule: Schedule, action: Action, ran: set[Action]) -> bool:
     return producer is None or producer in ran
 
 
-def _ends(timeline: Timeline) -> tuple[dict[tuple[int, int], float], dict[int, float]]:
-    """Return when the gradients of each rank's stages are there, and when each rank has run all of its actions."""
-    ready: dict[tuple[int, int], float] = {}
+def _ends(timeline: Timeline) -> tuple[Mapping[tuple[int, int], float], Mapping[int, float]]:
+    """Return when the gradients of each rank's stages are there, and when each rank has run all of its actions.
+
+    A copy that trains no microbatch, as one of Chimera's if there is a single one, has nothing to wait for.
+    """
+    ready: dict[tuple[int, int], float] = defaultdict(float)
     ends = dict.fromkeys(range(timeline.num_ranks), 0.0)
     for span in timeline.spans:
         ends[span.rank] = max(ends[span.rank], span.end)
         if span.action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             key = span.rank, span.action.stage
-            ready[key] = max(ready.get(key, 0.0), span.end)
+            ready[key] = max(ready[key], span.end)
     return ready, ends
 
 

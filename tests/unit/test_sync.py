@@ -113,3 +113,12 @@ def test_a_rank_starts_a_sum_before_the_action_behind_the_last_gradient() -> Non
         assert (row[place - 1].kind, row[place - 1].stage) == (Kind.BACKWARD, stage)
         assert all(action.stage != stage for action in row[place:])
         assert places[row[place]] == 2
+
+
+@pytest.mark.parametrize("policy", SyncPolicy)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_copies_that_train_no_microbatch_wait_for_nothing(name: str, policy: SyncPolicy) -> None:
+    family = SCHEDULES[name]
+    schedule = (family.short or family.build)(4, 1)
+    assert len(synchronize(schedule, simulate(schedule), policy, num_replicas=2).syncs) == schedule.num_stages
+    assert set(sync_order(schedule, policy)) <= set(range(schedule.num_stages))
