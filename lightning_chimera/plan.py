@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -14,6 +16,9 @@ from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import Schedule
 from lightning_chimera.timeline import Costs, simulate
+
+_WIDEST = 10_000
+"""Columns of any table."""
 
 
 def plan_table(
@@ -66,6 +71,13 @@ def plan_table(
             str(schedule.peak_activations[position]),
         )
     return table
+
+
+def print_whole(table: Table) -> None:
+    """Prints a table without hiding anything of it, however narrow the screen is, or is taken to be in a job's log."""
+    console = Console()
+    width = Measurement.get(console, console.options.update(width=_WIDEST), table).maximum
+    Console(width=max(console.width, width)).print(table)
 
 
 def share_nodes(rank: int, world_size: int) -> list[str]:

@@ -32,7 +32,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -77,7 +76,7 @@ from lightning_chimera.partition.compilation import (
     is_compiled,
 )
 from lightning_chimera.partition.stage import StageRunner
-from lightning_chimera.plan import plan_table, share_nodes
+from lightning_chimera.plan import plan_table, print_whole, share_nodes
 from lightning_chimera.reporting import check_group
 from lightning_chimera.runtime.agreement import check_at_start, check_in_group, describe
 from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
@@ -471,7 +470,7 @@ class ChimeraStrategy(ParallelStrategy):
         nodes = share_nodes(self.global_rank, self.world_size) if self._print_plan else []
         if self._print_plan and self.is_global_zero:
             recomputed = range(stages) if self._recompute == "blocks" else recomputed_stages(self._recompute, stages)
-            Console().print(plan_table(module, runner, self.topology, schedule, recomputed, threads, nodes))
+            print_whole(plan_table(module, runner, self.topology, schedule, recomputed, threads, nodes))
             self._print_plan = False
         compiled = any(map(is_compiled, anatomy.blocks()))
         check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiled)

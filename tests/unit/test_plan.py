@@ -1,23 +1,28 @@
 import io
 
 from rich.console import Console
+from rich.table import Table
 
 from lightning_chimera.partition.anatomy import find_anatomy
 from lightning_chimera.partition.balance import balance, layer_costs
 from lightning_chimera.partition.stage import StageRunner
-from lightning_chimera.plan import plan_table
+from lightning_chimera.plan import plan_table, print_whole
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import get_family
 
 
-def printed(module, name: str, num_stages: int, num_replicas: int, recomputed=(), threads=()) -> str:
+def plan(module, name: str, num_stages: int, num_replicas: int, recomputed=(), threads=(), nodes=()) -> Table:
     anatomy = find_anatomy(module)
     schedule = get_family(name).build(num_stages, num_stages)
     cuts = balance(layer_costs(module, anatomy), schedule.num_stages, paired=schedule.placement.is_paired)
     ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
     topology = Topology(num_stages, num_replicas, 0, ascending)
+    return plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed, threads, nodes)
+
+
+def printed(*args, **options) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed, threads))
+    console.print(plan(*args, **options))
     return console.export_text()
 
 
@@ -65,3 +70,12 @@ def test_the_plan_says_with_how_many_threads_the_ranks_compute(gpt2_small) -> No
     assert "1 thread per rank" in printed(gpt2_small, "1f1b", 2, 1, threads=[1, 1])
     assert "2 to 4 threads per rank" in printed(gpt2_small, "1f1b", 2, 1, threads=[4, 2])
     assert "thread" not in printed(gpt2_small, "1f1b", 2, 1)
+
+
+def test_the_plan_names_all_nodes_however_narrow_the_screen_is(gpt2_small, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    nodes = [f"a-node-with-a-long-name-{rank}" for rank in range(8)]
+    print_whole(plan(gpt2_small, "chimera", 4, 2, nodes=nodes))
+    text = capsys.readouterr().out
+    assert all(f"{nodes[rank]}, {nodes[rank + 4]}  " in text for rank in range(4))
+    assert "\u2026" not in text
