@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+from distributed.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,11 @@ def _restore_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Runs functions on the ranks of small worlds."""
+    world = World()
+    yield world
+    world.close()

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -11,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed.world import World
 from torch import Tensor
 
 from .cluster import Cluster
+from .reference import run_recipe
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -66,27 +67,10 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Tensor]]:
-    """The weights that one process gets, by the number of replicas whose batches it joins."""
-    return {}
-
-
-def trained_plainly(work: Path, replicas: int, known: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-    if replicas not in known:
-        folder = work / "plain"
-        run_plainly(work, f"data.batch_size={8 * replicas}", f"hydra.run.dir={folder}")
-        known[replicas] = weights(folder)
-    return known[replicas]
-
-
-def run_plainly(work: Path, *own: str) -> None:
-    single = ["strategy@trainer.strategy=single", "trainer.devices=1"]
-    command = [sys.executable, "-m", "lightning_chimera.train", *overrides(work, *single, *own)]
-    ended = subprocess.run(
-        command, cwd=work, env=os.environ | environment(work), capture_output=True, text=True, timeout=200
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def train_plainly(world: World, work: Path, *own: str) -> None:
+    """Trains in one process, which need not import everything first."""
+    single = ["strategy@trainer.strategy=single", "trainer.devices=1", f"hydra.run.dir={work}/plain"]
+    world.run(run_recipe, overrides(work, *single, *own), size=1, limit=150.0)
 
 
 LAYOUTS = {"one pipeline of 4": (4, 1), "two replicas of 2": (2, 2)}
@@ -94,14 +78,15 @@ LAYOUTS = {"one pipeline of 4": (4, 1), "two replicas of 2": (2, 2)}
 
 @pytest.mark.parametrize(("stages", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_job_over_two_nodes_trains_as_one_process(
-    cluster: Cluster, plain: dict[int, dict[str, Tensor]], tmp_path: Path, stages: int, replicas: int
+    cluster: Cluster, world: World, tmp_path: Path, stages: int, replicas: int
 ) -> None:
     job = cluster.submit(
         SCRIPTS / "train.sbatch",
         *overrides(tmp_path, f"trainer.strategy.num_stages={stages}"),
         env=environment(tmp_path),
     )
-    expected = trained_plainly(tmp_path, replicas, plain)
+    train_plainly(world, tmp_path, f"data.batch_size={8 * replicas}")
+    expected = weights(tmp_path / "plain")
     assert cluster.wait_to_end(job, 240.0) == "COMPLETED", cluster.output(job)
     folder = tmp_path / "runs" / "gpt2_tiny" / job
     found = weights(folder)
@@ -120,7 +105,7 @@ def test_a_job_over_two_nodes_trains_as_one_process(
 
 # ---------------------------------------------------------------------------------------------------------- requeues
 
-STEPS = 400
+STEPS = 300
 LONGER = [f"trainer.max_steps={STEPS}", f"trainer.val_check_interval={STEPS}", "data.num_workers=1"]
 
 
@@ -132,29 +117,24 @@ def restored(printed: str) -> list[int]:
     return [int(step) for step, _ in saved]
 
 
-def resumed_plainly(work: Path, step: int) -> dict[str, Tensor]:
-    """The weights of one process that has been stopped after a step and resumed."""
-    for steps in (step, STEPS):
-        run_plainly(work, *LONGER, "ckpt_path=auto", f"hydra.run.dir={work}/plain", f"trainer.max_steps={steps}")
-    return weights(work / "plain")
-
-
 @pytest.mark.contract(
     "Launch",
     "a Slurm job that gets SIGUSR1 saves the step, is requeued, and goes on from it in the same folder",
     reported="Lightning#21406, Lightning#20806, Lightning#20542",
 )
-def test_a_job_that_is_told_to_make_room_goes_on_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_told_to_make_room_goes_on_where_it_was(cluster: Cluster, world: World, tmp_path: Path) -> None:
     job = cluster.submit(
         SCRIPTS / "train.sbatch", *overrides(tmp_path, *LONGER), options=ONE_EACH, env=environment(tmp_path)
     )
     cluster.wait_for_output(job, "simulated bubble")  # the plan: the ranks have met
-    time.sleep(2.0)
     cluster.run("scancel", "--signal=USR1", job)
     assert cluster.wait_to_end(job, 300.0, restarts=1) == "COMPLETED", cluster.output(job)
     (step,) = restored(cluster.output(job))
     assert 0 < step < STEPS
-    expected = resumed_plainly(tmp_path, step)
+    stopped = ["++callbacks.last.filename=stopped", f"+callbacks.last.every_n_train_steps={step}"]
+    train_plainly(world, tmp_path, *LONGER, *stopped, f"trainer.max_steps={step}")
+    train_plainly(world, tmp_path, *LONGER, "ckpt_path=auto")
+    expected = weights(tmp_path / "plain")
     found = weights(tmp_path / "runs" / "gpt2_tiny" / job)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
@@ -166,7 +146,6 @@ def test_a_job_that_is_requeued_from_outside_goes_on_where_it_was_told_to_end(cl
         SCRIPTS / "train.sbatch", *overrides(tmp_path, *LONGER), options=ONE_EACH, env=environment(tmp_path)
     )
     cluster.wait_for_output(job, "simulated bubble")
-    time.sleep(2.0)
     cluster.run("scontrol", "requeue", job)
     assert cluster.wait_to_end(job, 300.0, restarts=1) == "COMPLETED", cluster.output(job)
     assert len(restored(cluster.output(job))) == 1
@@ -212,7 +191,6 @@ def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) 
     )
     tasks = [f"{job}_0", f"{job}_1"]
     cluster.wait_for_output(tasks[1], "simulated bubble")
-    time.sleep(2.0)
     cluster.run("scancel", "--signal=USR1", tasks[1])
     assert cluster.wait_to_end(tasks[1], 300.0, restarts=1) == "COMPLETED", cluster.output(tasks[1])
     assert cluster.wait_to_end(tasks[0], 300.0) == "COMPLETED", cluster.output(tasks[0])
@@ -292,11 +270,10 @@ def test_a_task_that_takes_itself_for_a_shell_is_refused_at_once(cluster: Cluste
 
 
 @pytest.mark.long
-def test_torchrun_trains_over_two_nodes_as_one_process(
-    cluster: Cluster, plain: dict[int, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_torchrun_trains_over_two_nodes_as_one_process(cluster: Cluster, world: World, tmp_path: Path) -> None:
     job = cluster.submit(SCRIPTS / "torchrun.sbatch", *overrides(tmp_path), env=environment(tmp_path))
-    expected = trained_plainly(tmp_path, 1, plain)
+    train_plainly(world, tmp_path)
+    expected = weights(tmp_path / "plain")
     assert cluster.wait_to_end(job, 240.0) == "COMPLETED", cluster.output(job)
     found = weights(tmp_path / "runs" / "gpt2_tiny" / job)
     for name, value in expected.items():
