@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
         **options: As in the script.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    mark = uuid.uuid4().hex
     start = time.monotonic()
     with (work / "screen.txt").open("w") as screen:
         process = subprocess.Popen(
@@ -48,7 +50,7 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
             stdout=screen,
             stderr=subprocess.STDOUT,
             cwd=work,
-            env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env=kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RUN_MARK": mark},
             start_new_session=True,
         )
         code: int | None = None
@@ -58,7 +60,7 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
             pass
         finally:
             seconds = time.monotonic() - start
-            left = _kill_what_is_left(process)
+            left = _kill_what_is_left(process, mark)
     text = (work / "screen.txt").read_text(errors="replace")
     assert code is None or not left, f"the run has left processes behind\n{text}"
     return Ended(code, text, seconds, start + seconds)
@@ -70,25 +72,29 @@ def forget_rank() -> None:
         os.environ.pop(name, None)
 
 
-def _kill_what_is_left(process: subprocess.Popen[bytes]) -> bool:
-    """Kills the session's processes; whether there were any long after the end of the first one."""
+def _kill_what_is_left(process: subprocess.Popen[bytes], mark: str) -> bool:
+    """Kills the run's processes; whether there were any long after the end of the first one."""
     patience = time.monotonic() + (10.0 if process.poll() is not None else 0.0)
-    while _has_members(process.pid):
-        if time.monotonic() > patience:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return True
+    is_late = False
+    while left := _marked(mark):
+        is_late = is_late or time.monotonic() > patience
+        for pid in left if is_late else ():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
         time.sleep(0.05)
-    return False
+    process.wait()
+    return is_late
 
 
-def _has_members(group: int) -> bool:
-    """Whether a process group has members that are no zombies; orphans are waited for by whoever adopts them."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def _marked(mark: str) -> list[int]:
+    """The processes that have inherited a variable; torchrun's workers are in sessions of their own."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            state, _, member = stat.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
+            if mark.encode() in environ.read_bytes():  # empty once a process has ended, though nobody waited for it
+                found.append(int(environ.parent.name))
+        except OSError:
             continue
-        if int(member) == group and state not in "ZX":
-            return True
-    return False
+    return found

@@ -38,11 +38,13 @@ SAMPLE = [
     (2, "SIGINT", "forward"),
     (0, "out of memory", "checkpoint save"),
 ]
+STAGE = r"stage \d( of pipe \d)?, microbatch \d"
+NUMBER = r"\d(\.\d)?"
 WHERE = {
-    "forward": r"step 2, train in training_step, stage \d, microbatch \d, forward \(action \dF\d\)",
-    "backward": r"step 2, train in training_step, stage \d, microbatch \d, backward \(action \dB\d\)",
+    "forward": rf"step 2, train in training_step, {STAGE}, forward \(action \dF{NUMBER}\)",
+    "backward": rf"step 2, train in training_step, {STAGE}, backward \(action \dB{NUMBER}\)",
     "all-reduce": "step 2, train in backward, all-reduce of gradients",
-    "validation": r"step 2, validate in validation_step, stage \d, microbatch \d, forward \(action \dF\d\)",
+    "validation": rf"step 2, validate in validation_step, {STAGE}, forward \(action \dF{NUMBER}\)",
     "checkpoint save": "step 2, train in on_save_checkpoint",
 }
 SAYS = {
