@@ -245,7 +245,7 @@ def test_a_job_is_requeued_at_random_instants_and_never_hangs(cluster: Cluster, 
     ("given", "message"),
     [
         (["trainer.devices=4"], r"devices=4.*--ntasks-per-node=1"),
-        pytest.param(["trainer.num_nodes=3"], r"num_nodes=3.*--nodes=2", marks=pytest.mark.long),
+        pytest.param(["trainer.num_nodes=4"], r"num_nodes=4.*--nodes=2", marks=pytest.mark.long),
     ],
 )
 def test_tasks_that_are_not_the_devices_are_refused_at_once(
