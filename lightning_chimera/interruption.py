@@ -1,4 +1,4 @@
-"""How a run ends that a signal has ended: saved, requeued where that is wanted, and left by all ranks alike."""
+"""The end of a run that a signal asks for: agreed on, saved, requeued where that is wanted, and left by all alike."""
 
 import os
 import signal
@@ -6,32 +6,74 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed import ProcessGroup
 
 from lightning_chimera import slurm
-from lightning_chimera.signals import REQUEUE, Interrupted
+from lightning_chimera.signals import REQUEUE, Interrupted, Signals
 
 _FILE = "interrupted.ckpt"
 """Where a run that is not requeued is saved, in the Trainer's ``default_root_dir``."""
 
 
-def interrupt(
-    trainer: Trainer, kind: signal.Signals, *, requeues: bool, saves: bool, of_rank_zero: Callable[[Any], Any]
-) -> NoReturn:
-    """Ends the run. Every rank calls it, after the same batch.
+class Interruption:
+    """The signals that have come to any rank, on which all act together.
 
     Args:
-        trainer: The Trainer.
-        kind: The signal.
-        requeues: Whether Slurm should run the job again.
+        environment: Where the processes have been started.
         saves: Whether the last step is saved though the job is not requeued.
-        of_rank_zero: The value of global rank 0.
-
-    Raises:
-        Interrupted: Always.
     """
+
+    def __init__(self, environment: ClusterEnvironment | None, *, saves: bool) -> None:
+        self._requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._saves = saves
+        self._signals = Signals(requeues=self._requeues)
+        self._told: signal.Signals | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Takes the signals, at the start of a run."""
+        self._told = None
+        self._signals.install(trainer)
+
+    def end(self, *, deliver: bool) -> None:
+        """Gives the signals back.
+
+        Args:
+            deliver: Whether one that was noted, but not acted on, is sent again.
+        """
+        self._signals.remove(deliver=deliver)
+
+    def agree(self, decision: bool, group: ProcessGroup) -> bool:
+        """Whether something holds on any rank of a group; notes the signals that have come to any as well."""
+        votes = torch.tensor([int(decision), *self._signals.received])
+        dist.all_reduce(votes, group=group)
+        decided, *received = votes.tolist()
+        self._told = self._signals.take(received) or self._told
+        return bool(decided)
+
+    def act(self, trainer: Trainer, of_rank_zero: Callable[[Any], Any]) -> None:
+        """Ends the run if a signal asks for it. Every rank calls it, after the same batch.
+
+        Args:
+            trainer: The Trainer.
+            of_rank_zero: The value of global rank 0.
+
+        Raises:
+            Interrupted: A signal has come to a rank.
+        """
+        if self._told is not None:
+            _interrupt(trainer, self._told, requeues=self._requeues, saves=self._saves, of_rank_zero=of_rank_zero)
+
+
+def _interrupt(
+    trainer: Trainer, kind: signal.Signals, *, requeues: bool, saves: bool, of_rank_zero: Callable[[Any], Any]
+) -> NoReturn:
     rank_zero_info(f"{kind.name} ends the run after step {trainer.global_step}.")
     requeues = requeues and kind in (REQUEUE, signal.SIGTERM)
     if (requeues or saves) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
