@@ -10,7 +10,8 @@ Outside of the schedule is all but forward and backward: the exchange of what wa
 here waits for the end of the schedule, and the optimizer. Values and a metric are how much longer a step is where it
 logs them. An action is what one of the schedule takes besides the user's step and torch's backward, its messages
 included; without a model only the executor and the messages are left. A message is half of the way to the other rank
-and back, with two actions that do nothing.
+and back, with two actions that do nothing. The watch is what its threads compute in the time of a step of 100 ms, while
+the thread that trains sleeps.
 """
 
 import logging
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -29,6 +31,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -40,6 +43,7 @@ from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.runtime.watch import Watcher
 from lightning_chimera.schedules import Action, Schedule, get_family, lower
 
 RANKS = 2
@@ -51,7 +55,12 @@ ACTION_LIMIT = 0.2
 LOGGED_LIMIT = 1.0
 """Milliseconds that a step may take longer where it logs ten values and a metric."""
 
-ACTION, BARE_ACTION = "action", "action without a model"
+STEP = 0.1
+"""Seconds of the step that the watch is measured by."""
+WATCH_LIMIT = 0.5
+"""Milliseconds that the watch may compute in such a step."""
+
+ACTION, BARE_ACTION, WATCH = "action", "action without a model", "watch, in a step of 100 ms"
 
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 """Of messages, in KiB."""
@@ -319,7 +328,7 @@ def _rank(blocks: int, rounds: int) -> tuple[list[Figure], float]:
         for piped, reference in zip(ours, plain, strict=True)
         for one, other in zip(piped.losses, reference.losses, strict=True)
     ]
-    figures = [*_of_steps(plain, ours), *_of_messages(blocks * BLOCK)]
+    figures = [*_of_steps(plain, ours), *_of_messages(blocks * BLOCK), _of_watch(steps=blocks * BLOCK)]
     return figures, max(differences)
 
 
@@ -358,6 +367,34 @@ def _of_messages(steps: int) -> Iterator[Figure]:
         yield Figure(f"message of {kib} KiB", NONE, median(one_microbatch(schedule.placement), kib).times(1 / 2))
 
 
+def _of_watch(steps: int) -> Figure:
+    """What this process computes while it does nothing, without and with a watch."""
+    rank = dist.get_rank()
+
+    def computes() -> float:
+        before = time.process_time()
+        time.sleep(steps * STEP)
+        return (time.process_time() - before) / steps
+
+    idle = computes()
+    port = torch.zeros(1, dtype=torch.int64)
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    if kept is not None:
+        port.fill_(kept.port)
+    dist.broadcast(port, 0)
+    store = PrefixStore("watch", TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False))
+    store.set(f"beat/{rank}", "")
+    dist.barrier()
+    watcher = Watcher(store, rank, RANKS, timedelta(seconds=60), keeper=0)
+    watcher.start()
+    watcher.begin()
+    watched = computes()
+    watcher.end()
+    watcher.close()
+    dist.barrier()  # the store is kept by rank 0
+    return Figure(WATCH, Moment(STEP, idle), Moment(STEP, watched))
+
+
 # -------------------------------------------------------------------------------------------------------------- report
 
 
@@ -384,6 +421,7 @@ def judge(report: Report, ranks: Sequence[tuple[list[Figure], float]], *, on_tim
         # Of the clock's time most is waiting for the other rank.
         for what in (ACTION, BARE_ACTION):
             report.bars.append(Bar(f"ms of an {what}, computing", added[what]["added_cpu_ms"], ACTION_LIMIT))
+        report.bars.append(Bar(f"ms of the {WATCH}", added[WATCH]["added_cpu_ms"], WATCH_LIMIT))
         report.bars.append(
             Bar(f"ms of {ALL.name}, on top of Lightning's own", added[ALL.name]["added_ms"], LOGGED_LIMIT)
         )
