@@ -239,12 +239,12 @@ class Engine:
         self.in_step = False
         self._anatomy = runner.anatomy
         self._head_loss = runner.anatomy.head_loss
-        self._anatomy = runner.anatomy
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
         self._present: set[int] = set()
         self._has_gradients: list[bool] = []
         self._used: list[int] = []
         self._is_summed = True
+        self._clock_shift = 0.0
         self._optimized: list[list[int]] = []
         self.ownership.drop(device)
         self._example_input, module.example_input_array = module.example_input_array, None
@@ -359,6 +359,8 @@ class Engine:
             if sync is not None:
                 sync.begin({} if is_first else earlier)
             self.pipeline.train(microbatches, call, sync)
+            # Nodes have clocks of their own, of which only that of the day is the same.
+            self._clock_shift = time.time() - time.perf_counter()
         changed = [buffer.name for buffer in before if buffer.is_changed]
         self._note_used()
         own = [part.as_tree() for part in parts], Constant(self._used), Constant(self._optimized), Constant(changed)
@@ -582,8 +584,7 @@ class Engine:
             Ranks are positions, as in the schedule; ``None`` before the first step.
         """
         position = self.topology.position
-        # Nodes have clocks of their own, of which only that of the day is the same.
-        shift = time.time() - time.perf_counter()
+        shift = self._clock_shift
         own = (
             [span._replace(start=span.start + shift, end=span.end + shift) for span in self.pipeline.spans],
             [
@@ -614,8 +615,7 @@ class Engine:
             seconds: How long this rank took for all of the step.
             rate: Floating point operations that its device can do in a second.
         """
-        spans = self.pipeline.spans
-        shift = time.time() - time.perf_counter()
+        spans, shift = self.pipeline.spans, self._clock_shift
         flops = training_flops(self.module, self._anatomy, self.pipeline.hidden) if self.topology.is_leader else 0.0
         own = (
             min(span.start for span in spans) + shift,

@@ -139,6 +139,8 @@ def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[s
     rank = int(os.environ["LOCAL_RANK"])
     trainer = make_trainer(Cell("1f1b"), max_epochs=-1, default_root_dir=folder)
     begun: list[int] = []
+    # Not after the run, which another rank's signal may end before: the process would die of it, as it should.
+    later = threading.Timer(delay + 0.01 * rank, lambda: os.killpg(os.getpgid(0), kind))
 
     class SignalsLater(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -147,7 +149,10 @@ def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[s
         def on_train_batch_end(self, *_: Any) -> None:
             if len(begun) == 1:  # the loader's worker is there by now, and gets the signal as well
                 begun.append(-1)
-                threading.Timer(delay + 0.01 * rank, lambda: os.killpg(os.getpgid(0), kind)).start()
+                later.start()
+
+        def on_exception(self, *_: Any) -> None:
+            later.cancel()
 
     trainer.callbacks.append(SignalsLater())
     loader = DataLoader(make_rows("gpt2", 8 * ROWS), ROWS, num_workers=1, persistent_workers=True)
