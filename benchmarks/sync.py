@@ -71,6 +71,7 @@ class Sizes(Ownership):
         own = {stage: nn.Parameter(torch.zeros(size // 4)) for stage in schedule.placement.stages_of(topology.position)}
         for parameter in own.values():
             parameter.grad = torch.zeros_like(parameter)
+        self._held = list(own.values())
         self.stages = {parameter: frozenset((stage,)) for stage, parameter in own.items()}
         self.holders = {parameter: topology.holders(schedule.placement, (stage,)) for stage, parameter in own.items()}
 
