@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from lightning_chimera.runtime.watch import BOUND, GRACE, before_leaving
+from lightning_chimera.runtime.leaving import BOUND, before_leaving
+from lightning_chimera.runtime.watch import GRACE
 
 PARENT = "LIGHTNING_CHIMERA_PARENT"
 """Tells a child the process that has started it."""

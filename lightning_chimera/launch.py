@@ -17,7 +17,8 @@ from lightning.pytorch.trainer.call import _interrupt
 from typing_extensions import override
 
 from lightning_chimera.children import Children, environment, look_after_parent, restore
-from lightning_chimera.runtime.watch import BOUND, GRACE, stop_watching
+from lightning_chimera.runtime.leaving import BOUND
+from lightning_chimera.runtime.watch import GRACE, stop_watching
 from lightning_chimera.threads import Threads
 
 Check = Callable[[LightningModule, Trainer], None]
@@ -208,9 +209,8 @@ class FunctionLauncher(_MultiProcessingLauncher):
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
             if trainer is not None:
-                _interrupt(
-                    trainer, error
-                )  # Lightning does so in the parent only, and the other ranks would not be told
+                # Lightning does so in the parent only, and the other ranks would not be told.
+                _interrupt(trainer, error)
             raise
 
     def _end(self) -> None:

@@ -6,34 +6,32 @@ or stalled, all others leave the process; who, where and why is on each screen o
 """
 
 import json
-import multiprocessing
 import os
-import re
-import signal
-import sys
 import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     Store,
-    _abort_process_group,
     _get_default_store,
 )
 
+from lightning_chimera.runtime.errors import has_timed_out, headline, is_of_a_peer, silence
+from lightning_chimera.runtime.leaving import BOUND, exit_later, leave_nothing
 from lightning_chimera.runtime.members import Member
 from lightning_chimera.runtime.progress import PROGRESS
+from lightning_chimera.runtime.verdicts import IDLE, LEFT, RUNS, Beat, Verdict, parse_verdict
 
 PERIOD = 0.5
 """Seconds between two beats."""
@@ -41,52 +39,6 @@ GRACE = 7.0
 """Seconds in which a rank may fail by itself after another has; longer than ranks that have failed wait for others."""
 PATIENCE = 4.0
 """Seconds without a beat after which a rank is gone, if connections have been closed."""
-BOUND = 3.0
-"""Seconds for anything else: an answer of the store, buffers that are flushed."""
-
-_PEER_ERROR = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|the (sender|receiver) has gone")
-_TIME_OUT = re.compile(r"Timed out waiting|nothing has come for|has read no message for")
-_RUNS, _IDLE, _LEFT = "runs", "idle", "left"
-
-
-class Verdict(NamedTuple):
-    """Why a run can't go on.
-
-    Attributes:
-        run: The number of the run.
-        kind: ``error``, ``vanished``, ``stalled``, or ``store`` if nothing can be asked any more.
-        rank: The rank whose fault it is; -1 if it is not a rank's.
-        by: The rank that has found it out.
-        text: What the screen says.
-    """
-
-    run: int
-    kind: str
-    rank: int
-    by: int
-    text: str
-
-
-class Beat(NamedTuple):
-    """What a rank says every half second.
-
-    Attributes:
-        number: Counts the beats.
-        run: The run of the Trainer that it is in, or was in last.
-        state: Whether it is in this run, between runs, or at the end of its process.
-        where: Where the run is.
-        awaited: The rank whose message it waits for.
-    """
-
-    number: int = 0
-    run: int = 0
-    state: str = _IDLE
-    where: str = ""
-    awaited: int | None = None
-
-    def is_through(self, run: int) -> bool:
-        """Whether the rank has ended a run in order."""
-        return self.run > run or (self.run == run and self.state != _RUNS)
 
 
 class Watcher:
@@ -111,7 +63,7 @@ class Watcher:
         self._stall_timeout = stall_timeout.total_seconds()
         self._period = min(PERIOD, self._stall_timeout / 4)
         self._own = Member.of_this_process(rank)
-        self._now = (0, _IDLE)
+        self._now = (0, IDLE)
         """The run and its state, in one, since threads read it."""
         self._number = self._rounds = 0
         self._members: dict[int, Member] = {}
@@ -142,18 +94,18 @@ class Watcher:
         """Begins a run of the Trainer."""
         self._failed, self._suspects = None, False
         self._ages = dict.fromkeys(self._ages, 0.0)
-        self._now = (self._now[0] + 1, _RUNS)
+        self._now = (self._now[0] + 1, RUNS)
 
     def end(self) -> None:
         """Ends a run: all that the ranks do together in it is done."""
         run, state = self._now
-        if state == _RUNS:
-            self._now = (run, _IDLE)
+        if state == RUNS:
+            self._now = (run, IDLE)
             self._ask(bool)  # so that a process that ends now is known not to have vanished
 
     def close(self) -> None:
         """Ends the threads, at the end of the process."""
-        self._now = (self._now[0], _LEFT)
+        self._now = (self._now[0], LEFT)
         self._ask(bool)
         self._stop.set()
         self._wake.set()
@@ -167,7 +119,7 @@ class Watcher:
             error: What was raised; it is given a note that says on which rank and where in the run.
         """
         run, state = self._now
-        if state != _RUNS or self._failed is not None:
+        if state != RUNS or self._failed is not None:
             return
         what = f"chimera: rank {self._rank} of {self._world_size} failed at: {PROGRESS.describe()}"
         if has_timed_out(error):
@@ -182,11 +134,11 @@ class Watcher:
         self._failed = error
         error.add_note(what)
         is_silent = not isinstance(error, Exception)  # KeyboardInterrupt and SystemExit, which Python does not print
-        text = f"{what} ({_headline(error).strip()})\n" if is_silent else "".join(traceback.format_exception(error))
+        text = f"{what} ({headline(error).strip()})\n" if is_silent else "".join(traceback.format_exception(error))
         own = Verdict(run, "error", self._rank, self._rank, text)
         first: Verdict | None = self._ask(lambda: self._claim(own))
-        if first is not None and first.rank != self._rank and _headline(error) in first.text:
-            _silence(error)  # it is on the screen already
+        if first is not None and first.rank != self._rank and headline(error) in first.text:
+            silence(error)  # it is on the screen already
         elif is_silent:
             os.write(2, text.encode(errors="replace"))
         if self._keeper == self._rank:
@@ -264,9 +216,9 @@ class Watcher:
         run, state = self._now
         self._number += 1
         self._store.set(f"beat/{self._rank}", json.dumps(self._own_beat()))
-        if state != _RUNS:
+        if state != RUNS:
             return
-        found = _parse(self._store.compare_set(f"verdict/{run}", "", ""))
+        found = parse_verdict(self._store.compare_set(f"verdict/{run}", "", ""))
         if found is None and self._failed is None:
             found = self._find_gone(run) or self._find_silent(run, elapsed)
         if found is None:
@@ -279,7 +231,7 @@ class Watcher:
 
     def _own_beat(self) -> Beat:
         run, state = self._now
-        if state != _RUNS:
+        if state != RUNS:
             return Beat(self._number, run, state)
         return Beat(self._number, run, state, PROGRESS.describe(), PROGRESS.awaited_rank)
 
@@ -307,7 +259,7 @@ class Watcher:
     def _claim(self, verdict: Verdict) -> Verdict:
         """Says why the run can't go on; returns what was said first, which counts."""
         said = self._store.compare_set(f"verdict/{verdict.run}", "", json.dumps(verdict))
-        return _parse(said) or verdict
+        return parse_verdict(said) or verdict
 
     def _find_gone(self, run: int) -> Verdict | None:
         """A process of this machine that has ended within the run."""
@@ -317,7 +269,7 @@ class Watcher:
             beat = self._read(other)
             if beat.is_through(run) and not (self._suspects and beat.run == run):
                 continue
-            what = "has left the run" if beat.is_through(run) or beat.state == _LEFT else "has vanished"
+            what = "has left the run" if beat.is_through(run) or beat.state == LEFT else "has vanished"
             return self._claim(self._about(run, "vanished", other, f"{what}: {member} has ended", beat))
         return None
 
@@ -331,7 +283,7 @@ class Watcher:
         for other, text in zip(looked_at, texts, strict=True):
             self._ages[other] += elapsed
             beat, member = self._note(other, text), self._members[other]
-            if beat.state == _LEFT:
+            if beat.state == LEFT:
                 if self._suspects and not beat.is_through(run):
                     what = f"has left before this call of the Trainer: {member} has come to its end"
                     return self._claim(self._about(run, "vanished", other, what, beat))
@@ -368,7 +320,7 @@ class Watcher:
             elapsed, before = min(now - before, self._period), now
             silence = 0.0 if rounds != self._rounds else silence + elapsed
             rounds = self._rounds
-            if self._now[1] != _RUNS or self._failed is not None:
+            if self._now[1] != RUNS or self._failed is not None:
                 known = over = 0.0
                 continue
             verdict = self._verdict or self._about_store(silence)
@@ -405,14 +357,14 @@ class Watcher:
         if verdict.kind != "error":
             return True
         beat = self._beats.get(verdict.rank, Beat())
-        return self._is_dead(verdict.rank) or beat.state == _LEFT or self._is_lost
+        return self._is_dead(verdict.rank) or beat.state == LEFT or self._is_lost
 
     def _leave(self, verdict: Verdict) -> None:
         """Leaves the process."""
-        threading.Thread(target=_exit_later, daemon=True).start()
+        threading.Thread(target=exit_later, daemon=True).start()
         if self._prints(verdict):
             os.write(2, verdict.text.encode(errors="replace"))
-        _leave_nothing(verdict, self._members)
+        leave_nothing(verdict, self._members)
         os._exit(1)
 
     def _prints(self, verdict: Verdict) -> bool:
@@ -433,8 +385,6 @@ class Watcher:
 _COUNT = count()
 _watcher: Watcher | None = None
 _watched: dist.ProcessGroup | None = None
-before_leaving: list[Callable[[], None]] = []
-"""Called before a process is left."""
 
 
 def begin_watching(
@@ -502,72 +452,3 @@ def _make(stall_timeout: timedelta) -> Watcher | None:
     watcher = Watcher(PrefixStore(store.get(key).decode(), own), rank, world_size, stall_timeout, keeper)
     watcher.start()
     return watcher
-
-
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank does not answer."""
-    return any(
-        isinstance(part, dist.DistError) or (isinstance(part, RuntimeError) and _PEER_ERROR.search(str(part)))
-        for part in _chain(error)
-    )
-
-
-def has_timed_out(error: BaseException) -> bool:
-    """Whether an error says that another rank has been waited for in vain."""
-    return any(_TIME_OUT.search(str(part)) for part in _chain(error))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _parse(text: bytes) -> Verdict | None:
-    return Verdict(*json.loads(text)) if text else None
-
-
-def _headline(error: BaseException) -> str:
-    """Type and message of an error, as a traceback has them."""
-    return traceback.format_exception_only(error)[0]
-
-
-def _silence(error: BaseException) -> None:
-    """Has Python not print an error that another rank has printed."""
-    before = sys.excepthook
-
-    def hook(kind: Any, raised: BaseException, trace: Any) -> None:
-        if not any(part is error for part in _chain(raised)):
-            before(kind, raised, trace)
-
-    sys.excepthook = hook
-
-
-def _exit_later() -> None:
-    """Ends the process if something that should be quick is not."""
-    time.sleep(2 * BOUND)
-    os._exit(1)
-
-
-def _leave_nothing(verdict: Verdict, members: Mapping[int, Member]) -> None:
-    """Ends what would be left of the run on this machine."""
-    for call in before_leaving:
-        with suppress(Exception):
-            call()
-    for child in multiprocessing.active_children():  # such as workers of a loader, which would notice only later
-        child.kill()
-    member = members.get(verdict.rank)
-    if verdict.kind in ("stalled", "store") and member is not None:
-        own = Member.of_this_process(verdict.rank)
-        if member.is_near(own) and member.is_stopped():
-            with suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        with suppress(Exception):
-            _abort_process_group()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()

@@ -1,0 +1,49 @@
+"""How a process is left whose run can't go on: at once, and with nothing of the run left on this machine."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from lightning_chimera.runtime.members import Member
+from lightning_chimera.runtime.verdicts import Verdict
+
+BOUND = 3.0
+"""Seconds for what should take none: an answer of the store, buffers that are flushed."""
+
+
+before_leaving: list[Callable[[], None]] = []
+"""Called before a process is left."""
+
+
+def exit_later() -> None:
+    """Ends the process if something that should be quick is not."""
+    time.sleep(2 * BOUND)
+    os._exit(1)
+
+
+def leave_nothing(verdict: Verdict, members: Mapping[int, Member]) -> None:
+    """Ends what would be left of the run on this machine."""
+    for call in before_leaving:
+        with suppress(Exception):
+            call()
+    for child in multiprocessing.active_children():  # such as workers of a loader, which would notice only later
+        child.kill()
+    member = members.get(verdict.rank)
+    if verdict.kind in ("stalled", "store") and member is not None:
+        own = Member.of_this_process(verdict.rank)
+        if member.is_near(own) and member.is_stopped():
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(Exception):
+            _abort_process_group()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
