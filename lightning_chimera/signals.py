@@ -50,7 +50,6 @@ class Signals:
 
     def __init__(self, *, requeues: bool) -> None:
         self.requeues = requeues
-        self._kinds = KINDS if requeues else KINDS[1:]
         self._previous: dict[signal.Signals, Any] = {}
         self._pid = 0
         self._received: set[signal.Signals] = set()
@@ -59,31 +58,41 @@ class Signals:
         self._set_in_worker: Any = None
 
     def install(self, trainer: Trainer) -> None:
-        """Takes the signals, instead of Lightning: its own handlers save, and wait for other ranks."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        """Takes the signals of a run, instead of Lightning: its own handlers save, and wait for other ranks.
+
+        While a run is set up there is nothing to save, and ranks wait until all have come: who is told to end then ends
+        at once, as without these handlers. ``REQUEUE`` alone would end a process, so it is noted from the start.
+        """
+        if self._connector is not None or threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
         self._received.clear()
         self._runs[0] = 1
-        for kind in self._kinds:
-            previous = signal.getsignal(kind)
-            if previous == signal.SIG_IGN or (kind == REQUEUE and callable(previous)):
-                continue  # ignored, as in the background of a shell, or the user's own
-            self._previous[kind] = previous
-            signal.signal(kind, self._note)
+        self._connector = trainer._signal_connector
+        self._connector.__dict__["register_signal_handlers"] = self._take_rest
+        if self.requeues:
+            self._handle(REQUEUE)
+
+    def _take_rest(self) -> None:
+        """Takes the other signals, where Lightning would: the run has been set up."""
+        self._connector.received_sigterm = False
+        for kind in (signal.SIGTERM, signal.SIGINT):
+            self._handle(kind)
         # torch gives a worker a handler of its own, which ends it: and that would be an error in this process.
         self._set_in_worker = vars(signal_handling)["_set_worker_signal_handlers"]
         vars(signal_handling)["_set_worker_signal_handlers"] = self._start_worker
-        self._connector = trainer._signal_connector
-        self._connector.__dict__["register_signal_handlers"] = self._forget_sigterm
+
+    def _handle(self, kind: signal.Signals) -> None:
+        previous = signal.getsignal(kind)
+        if previous == signal.SIG_IGN or (kind == REQUEUE and callable(previous)):
+            return  # ignored, as in the background of a shell, or the user's own
+        self._previous[kind] = previous
+        signal.signal(kind, self._note)
 
     def _start_worker(self) -> None:
         self._set_in_worker()
         if signal.SIGTERM in self._previous:
             signal.signal(signal.SIGTERM, self._note)
-
-    def _forget_sigterm(self) -> None:
-        self._connector.received_sigterm = False
 
     def remove(self, *, deliver: bool) -> None:
         """Puts the handlers back.
@@ -91,13 +100,15 @@ class Signals:
         Args:
             deliver: Whether a signal that was noted, but not acted on, is sent again to who took it before.
         """
-        if not self._previous:
+        if self._connector is None:
             return
         self._runs[0] = 0
         for kind, handler in self._previous.items():
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
-        vars(signal_handling)["_set_worker_signal_handlers"] = self._set_in_worker
+        if self._set_in_worker is not None:
+            vars(signal_handling)["_set_worker_signal_handlers"] = self._set_in_worker
+            self._set_in_worker = None
         self._connector.__dict__.pop("register_signal_handlers", None)
         self._connector = None
         left = [kind for kind in KINDS[1:] if kind in self._received]

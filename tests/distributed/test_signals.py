@@ -18,7 +18,7 @@ from lightning_chimera.signals import Interrupted
 from .fidelity import Cell, make_trainer
 from .launches import forget_rank
 from .users import ROWS, LanguageModule, make_loader, make_rows
-from .world import World
+from .world import RankFailed, World
 
 
 class Sends(Callback):
@@ -99,6 +99,25 @@ def test_a_signal_ends_an_evaluation_on_all_ranks(world: World, tmp_path: Path, 
     steps = 8 if method == "fit" else 0
     assert ended == [("SIGTERM", 143, steps, True)] * 2
     assert (tmp_path / "interrupted.ckpt").exists() == (method == "fit")
+
+
+class SendsInSetup(Callback):
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def set_up() -> None:
+    trainer = make_trainer(Cell("1f1b"), max_epochs=1, callbacks=[SendsInSetup()])
+    trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", ROWS)))
+
+
+def test_a_signal_while_a_run_is_set_up_ends_it_at_once(world: World) -> None:
+    with pytest.raises(RankFailed) as failed:
+        world.run(set_up, size=2)
+    assert failed.value.exit_codes[1] == -signal.SIGTERM
+    assert failed.value.exit_codes[0] not in (0, None)
+    assert "rank 1 of 2 has vanished" in str(failed.value)
 
 
 class InterruptsParent(Callback):
