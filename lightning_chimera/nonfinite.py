@@ -4,6 +4,7 @@ Whether they are is known from the loss, which every rank has, and from one look
 step. Where it began is noted on the way: one sum of each tensor that leaves a stage, read only if it is asked for.
 """
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class NonfiniteGuard:
         """
         self._batch += 1
         value = float(loss) if isinstance(loss, Tensor) else 0.0
-        if torch.tensor(value).isfinite():
+        if math.isfinite(value):
             return
         self._losses.append(value)
         if self._mode == "raise":
