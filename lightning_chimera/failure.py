@@ -16,13 +16,11 @@ class Failure:
     """What has failed on this rank, in the runs of one process."""
 
     def __init__(self) -> None:
-        self._num_runs = 0
         self._is_alike: bool | None = None
         self._error: BaseException | None = None
 
     def begin(self) -> None:
         """Begins a run."""
-        self._num_runs += 1
         self._is_alike = None
 
     def tell(
@@ -49,7 +47,7 @@ class Failure:
     def is_alike(self, error: BaseException, step: int) -> bool:
         """Whether all ranks have failed with this error at this step, so that they can still work together."""
         if self._is_alike is None:
-            self._is_alike = all_fail_alike(self._num_runs, f"{type(error).__qualname__} after step {step}")
+            self._is_alike = all_fail_alike(f"{type(error).__qualname__} after step {step}")
         return self._is_alike
 
     def __getstate__(self) -> dict[str, Any]:

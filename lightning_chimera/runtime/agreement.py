@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_chimera.runtime.blackboard import exchange, name_ranks
+from lightning_chimera.runtime.blackboard import current_run, exchange, name_ranks
 
 Facts = Mapping[str, str]
 
 _SHOWN = 3
 """How many differences are named; the first is the cause more often than not."""
-
-_numbers = count()
 
 
 class RanksDisagree(RuntimeError):
@@ -39,7 +36,7 @@ def check_at_start(facts: Facts, when: str, timeout: timedelta) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    topic = f"agreement/{next(_numbers)}"
+    topic = f"agreement/{current_run()}"
     digests = exchange(f"{topic}/digest", _digest(facts), timeout)
     missing = [rank for rank, digest in enumerate(digests) if digest is None]
     if missing:

@@ -10,6 +10,27 @@ LINGER = timedelta(seconds=5)
 """How long global rank 0, which may keep the store, stays for the others to read."""
 
 
+_world: dist.ProcessGroup | None = None
+_run = 0
+
+
+def begin_run() -> None:
+    """Counts the runs that this process group is used for, so that none reads what was said in an earlier one.
+
+    A process may have had other groups before, as the one that runs the jobs of a sweep has, and its fellows not: so
+    what the ranks count together begins with the group.
+    """
+    global _world, _run
+    if dist.group.WORLD is not _world:
+        _world, _run = dist.group.WORLD, 0
+    _run += 1
+
+
+def current_run() -> int:
+    """The number of the run that goes on, the same on all ranks."""
+    return _run
+
+
 def exchange(topic: str, own: str, patience: timedelta) -> list[str | None]:
     """Posts what this rank says, and reads what all others do.
 

@@ -6,22 +6,23 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_chimera.runtime.blackboard import current_run
+
 PATIENCE = timedelta(seconds=5)
 """How long a rank that has failed waits for the others to fail as well."""
 
 
-def all_fail_alike(run: int, what: str) -> bool:
+def all_fail_alike(what: str) -> bool:
     """Whether every rank of the world says that the same has happened to it.
 
     It is bounded: ranks that say nothing are waited for a few seconds, and then can't be agreed with any more.
 
     Args:
-        run: The same number on every rank, another one for every run of these processes.
         what: What has happened to this rank.
     """
     if not dist.is_initialized():
         return True
-    keys = [f"chimera/failure/{run}/{rank}" for rank in range(dist.get_world_size())]
+    keys = [f"chimera/failure/{current_run()}/{rank}" for rank in range(dist.get_world_size())]
     own = keys[dist.get_rank()]
     try:
         store = _get_default_store()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
-from lightning_chimera.runtime.blackboard import exchange, name_ranks
+from lightning_chimera.runtime.blackboard import current_run, exchange, name_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +77,7 @@ def _where(call: str, error: str) -> str:
     if not has_timed_out and not any(text in error for text in _LEFT):
         return ""
     own = json.dumps([call, has_timed_out])
-    said = exchange("meeting", own, PATIENCE if has_timed_out else _SHORT_PATIENCE)
+    said = exchange(f"meeting/{current_run()}", own, PATIENCE if has_timed_out else _SHORT_PATIENCE)
     known = {rank: json.loads(one) for rank, one in enumerate(said) if one is not None}
     late = [rank for rank, (_, timed_out) in known.items() if timed_out]
     if not late:

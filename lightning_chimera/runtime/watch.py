@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
+from lightning_chimera.runtime.blackboard import begin_run, current_run
 from lightning_chimera.runtime.errors import has_timed_out, headline, is_of_a_peer, silence
 from lightning_chimera.runtime.leaving import BOUND, exit_later, leave_nothing
 from lightning_chimera.runtime.members import Member
@@ -382,7 +382,6 @@ class Watcher:
         return self._is_near(rank) and self._members[rank].is_gone()
 
 
-_COUNT = count()
 _watcher: Watcher | None = None
 _watched: dist.ProcessGroup | None = None
 
@@ -402,6 +401,7 @@ def begin_watching(
         finalize: Called if the run ends because another rank has failed, where the thread that trains can.
     """
     global _watcher, _watched
+    begin_run()
     if dist.group.WORLD is not _watched:
         stop_watching()
         _watcher, _watched = _make(stall_timeout), dist.group.WORLD
@@ -443,7 +443,7 @@ def _make(stall_timeout: timedelta) -> Watcher | None:
     own: Any = TCPStore(
         base.host, base.port, None, False, base.timeout, wait_for_workers=False, use_libuv=base.libuvBackend
     )
-    key = f"chimera/watch/{next(_COUNT)}"
+    key = f"chimera/watch/{current_run()}"
     if not rank:
         name = uuid.uuid4().hex  # torchrun's store outlives the processes that it starts anew
         own.multi_set([f"{name}/beat/{other}" for other in range(world_size)], [""] * world_size)

@@ -142,3 +142,16 @@ def test_a_mistake_in_the_data_ends_with_its_message(compose_run, tmp_path):
     assert "but 100000 are needed. Use more text, or lower sequence_length or batch_size." in result.stderr
     assert "HYDRA_FULL_ERROR=1" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.contract("Launch", "A Hydra sweep whose jobs run one after the other, each with processes of its own")
+def test_the_jobs_of_a_sweep_each_train_as_a_pipeline(tmp_path: Path) -> None:
+    rates = "optimizer.lr=0.0,0.01", "scheduler.num_warmup_steps=0"
+    done = command_line(
+        tmp_path, "-m", "--config-name", "gpt2_tiny", *QUICK, *rates, f"hydra.sweep.dir={tmp_path}/sweep"
+    )
+    assert done.returncode == 0, done.stderr
+    still, moved = (logged(tmp_path / "sweep" / job, "val/loss") for job in ("0", "1"))
+    assert still[0] == still[1]
+    assert moved[0] != moved[1]
+    assert done.stdout.count("global rank") >= 2  # a plan for each
