@@ -6,9 +6,8 @@ The strategy tells it what Lightning wants; everything below knows neither Light
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -18,13 +17,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from lightning_chimera import checkpoint
-from lightning_chimera.checks import check_buffers, check_built, check_groups, check_placed, recomputed_stages
+from lightning_chimera.batch import Batch
+from lightning_chimera.checks import check_buffers, check_groups, recomputed_stages
+from lightning_chimera.layout import Layout
 from lightning_chimera.notes import Addition, Notes, growing
+from lightning_chimera.outcome import Outcome, detach, extras_of, loss_of
 from lightning_chimera.partition.deferral import Splitter
 from lightning_chimera.partition.flops import training_flops
 from lightning_chimera.partition.ownership import Ownership
@@ -33,8 +34,6 @@ from lightning_chimera.reporting import (
     LogCall,
     MetricSync,
     Report,
-    Value,
-    as_number,
     check_windows,
     combine,
     metrics_of,
@@ -60,108 +59,9 @@ from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split, split_together
 from lightning_chimera.runtime.packing import Constant
 from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, TrainingCall
-from lightning_chimera.runtime.topology import Groups, Topology
+from lightning_chimera.runtime.topology import Groups
 from lightning_chimera.runtime.weights import LossWeights
-from lightning_chimera.schedules import Builder, Schedule
-from lightning_chimera.timeline import SyncPolicy, Timeline, sync_order
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a run is laid out.
-
-    Attributes:
-        topology: Where this rank is.
-        build: Makes the schedules.
-        num_microbatches: Microbatches of a batch with enough rows.
-        build_short: Makes the schedules for fewer microbatches, where it is not ``build``.
-        recompute: What runs once more in the backward instead of being kept, as the strategy takes it.
-        gradient_sync: When the sums of gradients start.
-        shared_memory: Whether messages between the stages go through memory where two ranks see the same.
-    """
-
-    topology: Topology
-    build: Builder
-    num_microbatches: int
-    build_short: Builder | None = None
-    recompute: str | Sequence[int] | None = None
-    gradient_sync: SyncPolicy = SyncPolicy.LAZY
-    shared_memory: bool = True
-
-    def schedule(self, num_microbatches: int | None = None) -> Schedule:
-        """The training schedule, checked."""
-        if num_microbatches in (None, self.num_microbatches):
-            return self._built(self.build, self.num_microbatches)
-        assert num_microbatches is not None
-        schedule = self._built(self.build_short or self.build, num_microbatches)
-        return check_placed(schedule, self.schedule())
-
-    def _built(self, build: Builder, num_microbatches: int) -> Schedule:
-        sizes = self.topology.num_positions, num_microbatches
-        return check_built(build(*sizes), *sizes)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One call of a step by Lightning.
-
-    Attributes:
-        data: The batch.
-        args: The other positional arguments of the step.
-        kwargs: Its keyword arguments.
-        context: Entered around each forward (autocast).
-        key: What the random draws of this batch depend on.
-        loaders: How the batches of several loaders are put together in it, if it is of several.
-    """
-
-    data: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    context: Callable[[], AbstractContextManager[Any]]
-    key: tuple[int, ...]
-    loaders: TreeSpec | None = None
-
-    @property
-    def parts(self) -> list[Any]:
-        """The batch of each loader."""
-        return [self.data] if self.loaders is None else self.loaders.flatten_up_to(self.data)
-
-    @property
-    def all_rows(self) -> int:
-        """The rows of all loaders' batches together."""
-        return sum(count_rows(part) or 0 for part in self.parts) or 1
-
-
-@dataclass
-class _Part:
-    """What one microbatch gave on its last stage.
-
-    Attributes:
-        place: Replica and number of the microbatch.
-        loss: Its loss, and the type that it had.
-        report: What it logged.
-        extras: What the step returned besides the loss, if it returned a dict.
-        grown: What it appended to lists of the module.
-        counts: Whether its loss can change anything, which it can't without a label.
-    """
-
-    place: tuple[int, int]
-    loss: tuple[Value, torch.dtype]
-    report: Report
-    extras: dict[str, Any]
-    grown: dict[str, list[Addition]]
-    counts: bool
-
-    def as_tree(self) -> Any:
-        """The same as it travels between ranks."""
-        value, dtype = self.loss
-        return self.place, value, Constant(dtype), self.report.as_tree(), self.extras, self.grown, self.counts
-
-    @classmethod
-    def of_tree(cls, tree: Any) -> "_Part":
-        """What another rank has sent, on the CPU."""
-        place, value, dtype, report, *rest = tree
-        return cls(place, (as_number(value), dtype), Report.of_tree(report), *rest)
+from lightning_chimera.timeline import Timeline, sync_order
 
 
 class _Buffer(NamedTuple):
@@ -329,7 +229,7 @@ class Engine:
         hook = getattr(self.module, "microbatch_weight", None)
         microbatches = self._split(batch)
         weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
-        parts: list[_Part] = []
+        parts: list[Outcome] = []
         calls: list[LogCall] = []
         grown: dict[str, list[Addition]] = {}
         around = self._anatomy.around(self.module)
@@ -349,7 +249,7 @@ class Engine:
             report = Report(share, microbatches[number].rows, calls)
             counts = share > 0 and (loss.requires_grad or head.counts == ())
             place = (self.topology.replica, number)
-            parts.append(_Part(place, recorded(loss), report, detach(extras_of(result)), detach(grown), counts))
+            parts.append(Outcome(place, recorded(loss), report, detach(extras_of(result)), detach(grown), counts))
             return scale(loss * (share / accumulate)) if counts else None
 
         call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
@@ -368,7 +268,7 @@ class Engine:
         check_groups(groups)
         check_buffers(buffers)
         self._present = set(chain.from_iterable(used))
-        parts = [_Part.of_tree(tree) for tree in chain.from_iterable(shared)]
+        parts = [Outcome.of_tree(tree) for tree in chain.from_iterable(shared)]
         return self._join(sorted(parts, key=lambda part: part.place), weights.total_rows)
 
     def _buffers(self, parts: Iterable[tuple[str, nn.Module]]) -> list[_Buffer]:
@@ -392,7 +292,7 @@ class Engine:
         parts = split_together(batch.parts, count)
         return [Microbatch(tree_unflatten(pieces, batch.loaders), rows) for pieces, rows in parts]
 
-    def _join(self, parts: list[_Part], rows: int) -> dict[str, Any]:
+    def _join(self, parts: list[Outcome], rows: int) -> dict[str, Any]:
         """Puts together what all microbatches of all replicas gave, on every rank alike."""
         shares = [part.report.share for part in parts]
         self._correct(sum(shares))
@@ -708,29 +608,3 @@ class Engine:
         self.pipeline.release()
         self.module.__dict__.pop("configure_gradient_clipping", None)
         self.module.example_input_array = self._example_input
-
-
-def extras_of(result: Any) -> dict[str, Any]:
-    """What a training step returned besides the loss in a dict of its own; a model's whole output is not shared."""
-    return {key: value for key, value in result.items() if key != "loss"} if type(result) is dict else {}
-
-
-def detach(tree: Any) -> Any:
-    """A tree whose tensors have no graph."""
-    return apply_to_collection(tree, Tensor, Tensor.detach)
-
-
-def loss_of(result: Any, module: LightningModule) -> Tensor:
-    """The loss that a training step returned.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise RuntimeError(
-            f"{type(module).__name__}.training_step returned {type(result).__name__} without a loss. In a pipeline"
-            " every step must return the loss, as a tensor or under the key 'loss'; skipping a batch by returning None"
-            " is refused by Lightning on more than one process too."
-        )
-    return loss

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,7 +12,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
-from lightning_chimera.engine import Batch, Engine
+from lightning_chimera.batch import Batch
+from lightning_chimera.engine import Engine
 from lightning_chimera.runtime.agreement import check_in_group, describe
 from lightning_chimera.runtime.batches import Ending, GroupLoader, hand_over
 from lightning_chimera.runtime.randomness import keyed
@@ -106,7 +108,7 @@ class Handover:
         """The loaders of the loop that runs."""
         return getattr(self._module.trainer._active_loop, "_combined_loader", None)
 
-    @property
+    @cached_property
     def _has_transfer_hooks(self) -> bool:
         """Whether code of the user's changes a batch on each rank by itself, after the leader has shared it."""
         owners = (self._module, self._module.trainer.datamodule)  # type: ignore[attr-defined]

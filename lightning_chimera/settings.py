@@ -18,7 +18,7 @@ from lightning_chimera.checks import (
     check_sizes,
     check_timeout,
 )
-from lightning_chimera.engine import Layout
+from lightning_chimera.layout import Layout
 from lightning_chimera.nonfinite import Nonfinite
 from lightning_chimera.partition.anatomy import Anatomy
 from lightning_chimera.partition.balance import balance, check_cuts, layer_costs

@@ -48,13 +48,14 @@ from lightning_chimera.checks import (
 )
 from lightning_chimera.clipping import release_clipping, route_clipping
 from lightning_chimera.decisions import Decisions
-from lightning_chimera.engine import Engine, Layout
+from lightning_chimera.engine import Engine
 from lightning_chimera.facts import facts_of_optimizers, facts_of_run
 from lightning_chimera.failure import Failure
 from lightning_chimera.files import WholeFiles
 from lightning_chimera.handover import Handover
 from lightning_chimera.interruption import Interruption
 from lightning_chimera.launch import FunctionLauncher, ScriptLauncher, leave_earlier_job
+from lightning_chimera.layout import Layout
 from lightning_chimera.nonfinite import Nonfinite, NonfiniteGuard
 from lightning_chimera.partition.anatomy import find_anatomy, holds_a_model
 from lightning_chimera.partition.compilation import (
