@@ -529,9 +529,8 @@ class Engine:
         )
         gathered = torch.zeros(self.topology.world_size, len(own), dtype=torch.float64)
         dist.all_gather_into_tensor(gathered, torch.tensor([own], dtype=torch.float64), group=self.groups.world)
-        start, end, busy, wait, peak, flops_of, seconds_of, rates = (
-            column.view(self.topology.num_replicas, self.topology.num_positions) for column in gathered.unbind(1)
-        )
+        by_group = gathered[torch.tensor(self.topology.groups())]
+        start, end, busy, wait, peak, flops_of, seconds_of, rates = by_group.unbind(2)
         spent = end.amax(1) - start.amin(1)
         possible = float(seconds_of.max() * rates.sum())
         return Figures(

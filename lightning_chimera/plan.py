@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from rich import box
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_chimera.partition.balance import layer_costs
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.runtime.topology import Topology
-from lightning_chimera.schedules import Schedule
+from lightning_chimera.schedules import Placement, Schedule
 from lightning_chimera.timeline import Costs, simulate
 
 _WIDEST = 10_000
@@ -48,7 +49,7 @@ def plan_table(
         title=f"{schedule.name}: {schedule.num_stages} stages, {pipes}, {schedule.num_microbatches} microbatches,"
         f" {topology.num_replicas} x {topology.num_positions} ranks",
         caption=f"simulated bubble {bubble:.0%} with the estimated costs; cuts={list(runner.cuts)}{_threads(threads)}"
-        f"{_warning(schedule)}",
+        f"{_warning(schedule)}{_map_of_nodes(topology, schedule.placement, nodes)}",
         box=box.SIMPLE_HEAD,
         padding=(0, 2, 0, 0),
         pad_edge=False,
@@ -108,6 +109,18 @@ def _threads(threads: Collection[int]) -> str:
     least, most = min(threads), max(threads)
     count = f"{least} to {most} threads" if least < most else f"{most} thread{'s' * (most > 1)}"
     return f"\n{count} per rank"
+
+
+def _map_of_nodes(topology: Topology, placement: Placement, nodes: Sequence[str]) -> str:
+    """The stages of each node, if there are several; nodes that have the same ones share a line."""
+    stages: dict[str, set[int]] = {}
+    for rank, node in enumerate(nodes):
+        stages.setdefault(node, set()).update(placement.stages_of(replace(topology, global_rank=rank).position))
+    alike: dict[str, list[str]] = {}
+    for node, held in stages.items():
+        alike.setdefault(", ".join(map(str, sorted(held))), []).append(node)
+    lines = [f"\n{', '.join(names)}: stage{'s' * (',' in held)} {held}" for held, names in alike.items()]
+    return "".join(lines) if len(stages) > 1 else ""
 
 
 def _warning(schedule: Schedule) -> str:

@@ -28,7 +28,9 @@ from lightning_chimera.schedules import Builder, Schedule, Selection, select
 from lightning_chimera.timeline import SyncPolicy
 
 GradientSync = Literal["eager", "eager-opt", "hidden", "lazy"]
+Innermost = Literal["stages", "replicas"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+_INNERMOST = ("stages", "replicas")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 _NONFINITE = ("ignore", "raise", "skip")
 
@@ -48,6 +50,7 @@ class Settings:
     pipes: int | None
     chunks: int | None
     cuts: Sequence[int] | None
+    innermost: Innermost
     gradient_sync: GradientSync
     timeout: float | timedelta
     stall_timeout: float | timedelta
@@ -63,6 +66,7 @@ class Settings:
         check_sizes(
             num_stages=self.num_stages, num_microbatches=self.num_microbatches, pipes=self.pipes, chunks=self.chunks
         )
+        check_choice("innermost", self.innermost, _INNERMOST)
         check_choice("start_method", self.start_method, _START_METHODS)
         check_choice("gradient_sync", self.gradient_sync, tuple(SyncPolicy))
         check_choice("nonfinite", self.nonfinite, _NONFINITE)
@@ -102,7 +106,13 @@ class Settings:
             ValueError: The number of processes is no multiple of the number of stages.
         """
         num_positions = self._num_positions(world_size)
-        return Topology.of_world(world_size, num_positions, global_rank, ascending=self._ascends(num_positions))
+        return Topology.of_world(
+            world_size,
+            num_positions,
+            global_rank,
+            ascending=self._ascends(num_positions),
+            replicas_innermost=self.innermost == "replicas",
+        )
 
     def layout(self, topology: Topology) -> Layout:
         """How a run is laid out for a rank."""
@@ -135,6 +145,7 @@ class Settings:
             "num_microbatches": self.num_microbatches if fixed is None else fixed.num_microbatches,
             "recompute": self.recompute,
             "cuts": self.cuts,
+            "innermost": self.innermost,
             "gradient_sync": SyncPolicy(self.gradient_sync).value,
             "nonfinite": self.nonfinite,
         }

@@ -72,7 +72,7 @@ from lightning_chimera.runtime.progress import PROGRESS
 from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.runtime.watch import begin_watching, end_watching, stop_watching
 from lightning_chimera.schedules import Builder, Schedule
-from lightning_chimera.settings import GradientSync, Settings, StartMethod
+from lightning_chimera.settings import GradientSync, Innermost, Settings, StartMethod
 from lightning_chimera.stock import StockCallbacks, log_graphs
 from lightning_chimera.threads import Threads
 from lightning_chimera.timeline import Timeline
@@ -93,6 +93,8 @@ class ChimeraStrategy(WholeModelCalls):
         pipes: Pipes of the schedules that have several.
         chunks: Stages of a rank, for the schedules that give it several.
         cuts: First block of each stage but the first; balanced by estimated cost by default.
+        innermost: Which ranks follow each other, so that they share a node: the ``"stages"`` of a pipeline, or the
+            ``"replicas"`` of a stage.
         gradient_sync: When the copies of a stage start to sum their gradients: ``"eager"`` as soon as the last one is
             there, ``"eager-opt"`` so for the stages beyond the middle one, ``"hidden"`` where the schedule leaves time
             for it, and ``"lazy"`` at the end of a rank's actions, as all others do for the rest.
@@ -126,6 +128,7 @@ class ChimeraStrategy(WholeModelCalls):
         pipes: int | None = None,
         chunks: int | None = None,
         cuts: Sequence[int] | None = None,
+        innermost: Innermost = "stages",
         gradient_sync: GradientSync = "hidden",
         timeout: float | timedelta = 1800.0,
         stall_timeout: float | timedelta = 120.0,
@@ -158,6 +161,7 @@ class ChimeraStrategy(WholeModelCalls):
             pipes=pipes,
             chunks=chunks,
             cuts=cuts,
+            innermost=innermost,
             gradient_sync=gradient_sync,
             timeout=timeout,
             stall_timeout=stall_timeout,

@@ -8,6 +8,13 @@ one-directional pipeline is on global rank 0, where people look for prints, logg
     position      3  2  1  0   3  2  1  0
 
 Where a pipe ends on position 0, as one in the shape of a V does, positions run with the global ranks for that reason.
+
+Ranks that follow each other share a node as long as there is room. So they are the positions of a group, or, where sums
+of gradients cost more than messages between stages, the replicas of a position:
+
+    global rank   0  1  2  3   4  5  6  7
+    replica       0  1  0  1   0  1  0  1
+    position      3  3  2  2   1  1  0  0
 """
 
 from collections.abc import Iterable
@@ -30,15 +37,25 @@ class Topology:
         num_replicas: Copies of the group.
         global_rank: This rank.
         ascending: Whether positions run with the global ranks.
+        replicas_innermost: Whether the ranks that follow each other are the replicas of a position.
     """
 
     num_positions: int
     num_replicas: int
     global_rank: int
     ascending: bool = False
+    replicas_innermost: bool = False
 
     @classmethod
-    def of_world(cls, world_size: int, num_positions: int, global_rank: int, *, ascending: bool = False) -> "Topology":
+    def of_world(
+        cls,
+        world_size: int,
+        num_positions: int,
+        global_rank: int,
+        *,
+        ascending: bool = False,
+        replicas_innermost: bool = False,
+    ) -> "Topology":
         """Divides a world into pipeline groups.
 
         Raises:
@@ -50,7 +67,7 @@ class Topology:
                 f" (devices x num_nodes). Every pipeline group needs {num_positions} of them: use a multiple of"
                 f" {num_positions} processes, or a num_stages that divides {world_size}."
             )
-        return cls(num_positions, world_size // num_positions, global_rank, ascending)
+        return cls(num_positions, world_size // num_positions, global_rank, ascending, replicas_innermost)
 
     @property
     def world_size(self) -> int:
@@ -60,17 +77,17 @@ class Topology:
     @property
     def replica(self) -> int:
         """The replica of this rank."""
-        return self.global_rank // self.num_positions
+        return self._coordinates[0]
 
     @property
     def position(self) -> int:
         """The position of this rank in its group."""
-        return self._place(self.global_rank % self.num_positions)
+        return self._place(self._coordinates[1])
 
     @property
     def leader(self) -> int:
         """The lowest global rank of this rank's group: it draws the data and holds the last stage of pipe 0."""
-        return self.replica * self.num_positions
+        return self._rank(self.replica, 0)
 
     @property
     def is_leader(self) -> bool:
@@ -79,8 +96,21 @@ class Topology:
 
     def at(self, position: int, replica: int | None = None) -> int:
         """The global rank at a position, in this rank's replica unless another is given."""
-        base = (self.replica if replica is None else replica) * self.num_positions
-        return base + self._place(position)
+        return self._rank(self.replica if replica is None else replica, self._place(position))
+
+    @property
+    def _coordinates(self) -> tuple[int, int]:
+        """The replica of this rank, and its number in its group."""
+        if self.replicas_innermost:
+            number, replica = divmod(self.global_rank, self.num_replicas)
+            return replica, number
+        return divmod(self.global_rank, self.num_positions)
+
+    def _rank(self, replica: int, number: int) -> int:
+        """The global rank of a number in a group."""
+        if self.replicas_innermost:
+            return number * self.num_replicas + replica
+        return replica * self.num_positions + number
 
     def _place(self, number: int) -> int:
         """A position of a rank of the group, and the rank of a position."""
@@ -90,9 +120,13 @@ class Topology:
         """The global ranks of a pipeline group, ascending."""
         return tuple(sorted(self.at(position, replica) for position in range(self.num_positions)))
 
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of every pipeline group, by replica."""
+        return tuple(self.group(replica) for replica in range(self.num_replicas))
+
     def leaders(self) -> tuple[int, ...]:
         """The leaders of all groups."""
-        return tuple(range(0, self.world_size, self.num_positions))
+        return tuple(self._rank(replica, 0) for replica in range(self.num_replicas))
 
     def peers(self) -> tuple[int, ...]:
         """The ranks at this rank's position in all replicas."""
@@ -130,7 +164,7 @@ class Groups:
     def __init__(
         self, topology: Topology, placement: Placement, holder_sets: Iterable[tuple[int, ...]], timeout: timedelta
     ) -> None:
-        self._key = (placement, topology.num_replicas, _shared(holder_sets))
+        self._key = (topology, placement, _shared(holder_sets))
         self._control: dict[tuple[int, ...], ProcessGroup] = {}
         self._timeout = timeout
         replicas, positions = range(topology.num_replicas), range(topology.num_positions)
@@ -158,7 +192,7 @@ class Groups:
         timeout: timedelta,
     ) -> "Groups":
         """Groups that were made before, if they are what is needed now, else new ones."""
-        if made is not None and made._key == (placement, topology.num_replicas, _shared(holder_sets)):
+        if made is not None and made._key == (topology, placement, _shared(holder_sets)):
             return made
         return cls(topology, placement, holder_sets, timeout)
 

@@ -292,8 +292,9 @@ def check(
     options = {name: value for name, value in cell.strategy if name in ("pipes", "chunks")}
     schedule = get_family(cell.schedule).build(cell.stages, cell.microbatches, **options)
     ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
+    by_replica = dict(cell.strategy).get("innermost") == "replicas"
     for rank, seen in enumerate(ranks):
-        place = rank % cell.stages
+        place = rank // cell.replicas if by_replica else rank % cell.stages
         bound = schedule.peak_activations[place if ascending else cell.stages - 1 - place]
         assert max(seen.peaks) <= bound
     return plain, ranks

@@ -19,6 +19,7 @@ PLAIN = Cell("plain", 1)
 CHIMERA = Cell("chimera", 4, model="gpt2")
 INTERLEAVED = Cell("1f1b", 2, microbatches=3)
 REPLICAS = Cell("1f1b", 2, replicas=2)
+NEIGHBOURS = replace(REPLICAS, strategy=(("innermost", "replicas"),))
 V = Cell("zb_v", 2)
 SEVERAL_STAGES = Cell("interleaved", 2)
 BATCHES = 3
@@ -91,6 +92,7 @@ def same_changes(after: dict[str, Tensor], expected: dict[str, Tensor], before: 
         (CHIMERA, INTERLEAVED),
         (REPLICAS, replace(REPLICAS, replicas=1)),
         (INTERLEAVED, REPLICAS),
+        (NEIGHBOURS, REPLICAS),
         (V, SEVERAL_STAGES),
         (SEVERAL_STAGES, V),
     ],

@@ -50,6 +50,10 @@ def other_number_of_microbatches() -> str:
     return fit(replace(FEW, microbatches=4 + 4 * rank()), LanguageModule())
 
 
+def other_neighbours() -> str:
+    return fit(replace(REPLICAS, strategy=(("innermost", ("stages", "replicas")[rank()]),)), LanguageModule())
+
+
 def other_model() -> str:
     return fit(FEW, LanguageModule(blocks=4 + 2 * rank()))
 
@@ -90,6 +94,7 @@ def other_call_of_the_trainer() -> str:
     ("scenario", "difference"),
     [
         (other_number_of_microbatches, r"ChimeraStrategy\(num_microbatches=...\): 4 on rank 0; 8 on rank 1"),
+        (other_neighbours, r"ChimeraStrategy\(innermost=...\): 'stages' on rank 0; 'replicas' on rank 1"),
         (other_model, r"model.config.n_layer: 4 on rank 0; 6 on rank 1"),
         (other_code, r"the code of lightning_chimera: \w+ on rank 0; another on rank 1"),
         (other_clipping, r"trainer.gradient_clip_val: 1.0 on rank 0; 2.0 on rank 1"),

@@ -32,6 +32,14 @@ WITHOUT = [
         OFF.items(), cycle([("chimera", "gpt2"), ("1f1b", "bert"), ("gpipe", "gpt2")]), strict=False
     )
 ]
+NEIGHBOURS = [
+    Cell(schedule, stages, 2, microbatches, model, strategy=(("innermost", "replicas"),))
+    for schedule, stages, microbatches, model in (
+        ("chimera", 2, 4, "gpt2"),
+        ("1f1b", 2, 3, "bert"),
+        ("zb_v", 2, 4, "gpt2"),
+    )
+]
 SINGLE = [
     Cell(schedule, stages, replicas, microbatches, model, precision="32-true")
     for schedule, (stages, replicas, microbatches), model in product(
@@ -48,6 +56,14 @@ def test_a_pipeline_changes_every_parameter_as_one_process_does(world: World, ce
 
 @pytest.mark.parametrize("cell", WITHOUT, ids=str)
 def test_it_does_so_with_a_feature_left_out(world: World, cell: Cell) -> None:
+    check(world, cell)
+
+
+@pytest.mark.contract(
+    "Launch", '`innermost="replicas"`: the copies of a stage on neighbouring ranks train as the stages of a pipeline do'
+)
+@pytest.mark.parametrize("cell", NEIGHBOURS, ids=str)
+def test_it_does_so_with_replicas_on_neighbouring_ranks(world: World, cell: Cell) -> None:
     check(world, cell)
 
 

@@ -158,6 +158,10 @@ BAD = {
         {"schedule": "a value without backward"},
         r"The schedule 'forward_only' has no backward, so nothing would be trained",
     ),
+    "an unknown neighbour": (
+        {"innermost": "stage"},
+        r"innermost='stage': it must be one of stages, replicas",
+    ),
     "an unknown start": ({"start_method": "thread"}, r"start_method='thread': it must be one of popen, spawn, fork"),
 }
 

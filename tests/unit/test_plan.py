@@ -11,12 +11,14 @@ from lightning_chimera.runtime.topology import Topology
 from lightning_chimera.schedules import get_family
 
 
-def plan(module, name: str, num_stages: int, num_replicas: int, recomputed=(), threads=(), nodes=()) -> Table:
+def plan(
+    module, name: str, num_stages: int, num_replicas: int, recomputed=(), threads=(), nodes=(), replicas_innermost=False
+) -> Table:
     anatomy = find_anatomy(module)
     schedule = get_family(name).build(num_stages, num_stages)
     cuts = balance(layer_costs(module, anatomy), schedule.num_stages, paired=schedule.placement.is_paired)
     ascending = schedule.placement.rank_of(schedule.num_stages - 1) == 0
-    topology = Topology(num_stages, num_replicas, 0, ascending)
+    topology = Topology(num_stages, num_replicas, 0, ascending, replicas_innermost)
     return plan_table(module, StageRunner(anatomy, cuts), topology, schedule, recomputed, threads, nodes)
 
 
@@ -79,3 +81,31 @@ def test_the_plan_names_all_nodes_however_narrow_the_screen_is(gpt2_small, monke
     text = capsys.readouterr().out
     assert all(f"{nodes[rank]}, {nodes[rank + 4]}  " in text for rank in range(4))
     assert "\u2026" not in text
+
+
+TWO_NODES = ["left", "left", "right", "right"]
+
+
+def lines_of(capsys, *args, **options) -> list[str]:
+    print_whole(plan(*args, **options))
+    return [" ".join(line.split()) for line in capsys.readouterr().out.strip().splitlines()]
+
+
+def test_the_plan_says_which_stages_are_on_which_node(gpt2_small, capsys) -> None:
+    lines = lines_of(capsys, gpt2_small, "1f1b", 4, 1, nodes=TWO_NODES)
+    assert lines[-2:] == ["left: stages 2, 3", "right: stages 0, 1"]
+
+
+def test_a_whole_pipeline_is_on_a_node_where_stages_are_innermost(gpt2_small, capsys) -> None:
+    assert lines_of(capsys, gpt2_small, "1f1b", 2, 2, nodes=TWO_NODES)[-1] == "left, right: stages 0, 1"
+
+
+def test_the_copies_of_a_stage_are_on_a_node_where_replicas_are_innermost(gpt2_small, capsys) -> None:
+    lines = lines_of(capsys, gpt2_small, "1f1b", 2, 2, nodes=TWO_NODES, replicas_innermost=True)
+    assert lines[-2:] == ["left: stage 1", "right: stage 0"]
+    rows = [line.split(":")[0] for line in lines if line.startswith(("0, 1 ", "2, 3 "))]
+    assert rows == ["0, 1 left 1 1", "2, 3 right 0 0"]
+
+
+def test_the_plan_has_no_map_of_a_single_node(gpt2_small) -> None:
+    assert "left" not in printed(gpt2_small, "1f1b", 2, 2, nodes=["left"] * 4)

@@ -9,9 +9,24 @@ def test_positions_run_against_the_global_ranks_within_each_replica() -> None:
     assert seen == [(0, 3), (0, 2), (0, 1), (0, 0), (1, 3), (1, 2), (1, 1), (1, 0)]
 
 
-def test_a_global_rank_is_found_by_its_position() -> None:
+def test_the_replicas_of_a_position_are_on_ranks_that_follow_each_other_where_they_are_innermost() -> None:
+    topologies = [Topology(3, 2, rank, replicas_innermost=True) for rank in range(6)]
+    seen = [(topology.replica, topology.position) for topology in topologies]
+    assert seen == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]
+    assert topologies[3].group() == (1, 3, 5)
+    assert topologies[3].groups() == ((0, 2, 4), (1, 3, 5))
+    assert topologies[3].leader == 1
+    assert topologies[3].leaders() == (0, 1)
+    assert topologies[3].peers() == (2, 3)
+    assert topologies[3].holders(Placement.down(3), [0]) == (4, 5)
+
+
+@pytest.mark.parametrize("replicas_innermost", [False, True])
+@pytest.mark.parametrize("ascending", [False, True])
+def test_a_global_rank_is_found_by_its_position(ascending: bool, replicas_innermost: bool) -> None:
     for rank in range(8):
-        topology = Topology(4, 2, rank)
+        topology = Topology(4, 2, rank, ascending, replicas_innermost)
+        assert topology.groups()[topology.replica] == topology.group()
         assert topology.at(topology.position) == rank
         assert rank in topology.group()
         assert rank in topology.peers()
