@@ -15,7 +15,9 @@ from lightning_chimera.callbacks import PipelineTrace
 from lightning_chimera.schedules import SCHEDULES, Schedule, chimera_split, one_f_one_b, v_half, zb_v
 
 from .fidelity import Cell, Make, check, make_trainer, same_changes, train
-from .test_steps import Checkpointed, all_but_the_head_frozen, dropout, few_rows, first_stage_frozen, lengths_change
+from .test_draws import dropout
+from .test_parameters import Checkpointed, all_but_the_head_frozen, first_stage_frozen
+from .test_rows import few_rows, lengths_change
 from .users import LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
