@@ -259,6 +259,8 @@ class Engine:
             if sync is not None:
                 sync.begin({} if is_first else earlier)
             self.pipeline.train(microbatches, call, sync)
+            if sync is not None:
+                sync.start()
             # Nodes have clocks of their own, of which only that of the day is the same.
             self._clock_shift = time.time() - time.perf_counter()
         changed = [buffer.name for buffer in before if buffer.is_changed]

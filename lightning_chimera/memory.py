@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from lightning_chimera.engine import Engine
@@ -155,12 +156,13 @@ def _mean_parameters(engine: Engine) -> float:
     return total / engine.topology.world_size
 
 
-def _saved(roots: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors that the graphs behind some tensors keep for their backward."""
+def _saved(roots: Iterable[Tensor | Node]) -> Iterator[Tensor]:
+    """Tensors, and those that the graphs behind them and behind some nodes keep for their backward."""
     pending: list[Any] = []
     for root in roots:
-        yield root
-        pending.append(root.grad_fn)
+        if isinstance(root, Tensor):
+            yield root
+        pending.append(root.grad_fn if isinstance(root, Tensor) else root)
     seen: set[Any] = set()
     while pending:
         node = pending.pop()

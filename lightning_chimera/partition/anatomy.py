@@ -7,6 +7,7 @@ numbered as *layers*: 0 is the prologue, 1 .. num_blocks are the blocks, num_blo
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ class Anatomy:
         """Blocks, prologue and epilogue."""
         return self.num_blocks + 2
 
-    @property
+    @cached_property
     def hidden_size(self) -> int:
         """Width of the tensor that crosses a stage boundary."""
         return int(self.base.config.hidden_size)

@@ -38,16 +38,19 @@ class LabelCount:
 
     def __call__(self, given: Given) -> int | None:
         """Number of labels that count; ``None`` where there are none of that name."""
+        labels = self.labels(given)
+        return None if labels is None else self.of(labels)
+
+    def labels(self, given: Given) -> Tensor | None:
+        """The labels, if there are some of that name."""
         labels = given.get(self.name)
-        if not isinstance(labels, Tensor):
-            return None
+        return labels if isinstance(labels, Tensor) else None
+
+    def of(self, labels: Tensor) -> int:
+        """Number of labels that count."""
         if labels.is_floating_point():  # targets of a regression: a mean over rows
             return labels.shape[0]
         return int((labels[..., self.shift :] != IGNORED).sum())
-
-    def ignores(self, given: Given) -> bool:
-        """Whether there are labels that do not count."""
-        return holds_ignored(given.get(self.name))
 
 
 def holds_ignored(labels: Any) -> bool:
@@ -71,10 +74,6 @@ class AnswerCount:
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
             return None
         return int((positions.clamp(min=0) < ids.shape[1]).sum())
-
-    def ignores(self, _given: Given) -> bool:
-        """Whether there are labels that do not count; not of interest where each term is weighed."""
-        return False
 
 
 Count = LabelCount | AnswerCount
@@ -104,12 +103,8 @@ class HeadLoss:
         terms: The terms, where there are several.
     """
 
-    count: Count = LabelCount()
+    count: LabelCount = LabelCount()
     terms: tuple[Term, ...] = ()
-
-    def ignores(self, given: Given) -> bool:
-        """Whether a call's labels hold some that are ignored."""
-        return self.count.ignores(given)
 
     @property
     def counts(self) -> tuple[Count, ...]:

@@ -8,8 +8,8 @@ live in the instances' ``__dict__``, where ``nn.Module`` looks before its own mo
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_chimera.partition.anatomy import Anatomy
 from lightning_chimera.partition.heads import Scales, weigh_terms
 
-Receive = Callable[[torch.Size, torch.dtype], Tensor | None]
-"""Gives the activation that enters a stage, of the shape and type it is told; ``None`` on the first stage."""
+Receive = Callable[[torch.Size], Tensor | None]
+"""Gives the activation that enters a stage, of the shape it is told; ``None`` on the first stage."""
 
 Part = Callable[[int, dict[str, Any], Tensor | None], Tensor]
 """Runs a stage on the model's arguments for some rows, and the activation that enters; gives the one that leaves."""
@@ -54,14 +54,12 @@ class HeadCall:
 
     Attributes:
         loss: The loss that the head computed itself, if it is one mean.
-        count: Over how many things it is a mean.
-        ignores: Whether its labels hold some that are ignored.
+        labels: What it is a mean over.
         counts: Over how many things each of its terms is a mean, if they were weighed; ``None`` for one that it lacks.
     """
 
     loss: Tensor | None = None
-    count: int | None = None
-    ignores: bool = False
+    labels: Tensor | None = None
     counts: tuple[int | None, ...] = ()
 
 
@@ -100,7 +98,7 @@ class _Transparent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        return hidden.as_subclass(_Passing)
+        return hidden if type(hidden) is _Passing else hidden.as_subclass(_Passing)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
@@ -171,8 +169,9 @@ class StageRunner:
         self._transparent = [_Transparent(block) for block in self._blocks]
         self._gives_tuples = False  # whether a block's output is a tuple, known after the first
         self._prologue = [_owner(anatomy.base, path) for path in anatomy.family.prologue]
-        self._signature = inspect.signature(anatomy.base.forward)
-        self._head_signature = inspect.signature(anatomy.top.forward)
+        self._nothing: Tensor | None = None
+        self._names = tuple(inspect.signature(anatomy.base.forward).parameters)
+        self._head_names = tuple(inspect.signature(anatomy.top.forward).parameters)
 
     @property
     def num_stages(self) -> int:
@@ -218,8 +217,8 @@ class StageRunner:
         Args:
             stage: The stage.
             call: The user's step with its arguments bound.
-            receive: Told the shape and type of the boundary tensors of this microbatch; gives the activation that
-                enters, on all stages but the first.
+            receive: Told the shape of the boundary tensors of this microbatch; gives the activation that enters, on all
+                stages but the first.
             reseed: Called before each layer.
             scales: What each term of a head with several counts for, relative to the rows; ``None`` to leave its loss.
             recompute: Whether each block keeps its input only, and runs once more in the backward.
@@ -228,15 +227,15 @@ class StageRunner:
             RuntimeError: The step did not call the model, or called it more than once.
         """
         passage = Passage()
+        leaves = stage < self.num_stages - 1
 
         def walk(forward: Callable[..., Any], given: dict[str, Any]) -> Any:
-            passage.entered = receive(self._boundary_shape(given), self.anatomy.dtype)
-            leaves = stage < self.num_stages - 1
+            passage.entered = receive(self._boundary_shape(given))
             places = self._places(stage, passage.entered, reseed, leaves=leaves, recompute=recompute)
             reseed(0)
             return self._forward(forward, given, passage.entered, places)
 
-        return self._call(call, passage, walk, scales, leaves=stage < self.num_stages - 1, splits=True)
+        return self._call(call, passage, walk, scales, leaves=leaves, splits=True)
 
     def run_whole(self, call: Callable[[], Any], *, is_last: bool, through: Through, reseed: Reseed) -> Passage:
         """Calls the user's step once on a whole batch; the rows that it gives to the model go through in parts.
@@ -288,12 +287,11 @@ class StageRunner:
     ) -> Passage:
         """Calls the user's step with ``walk`` in the place of the base model's forward."""
         base, top = self.anatomy.base, self.anatomy.top
-        watched: dict[str, Any] = {"generate": _refuse_generate}
+        shadows: list[_Shadow] = [(top, "generate", _refuse_generate), (base, "forward", self._once(passage, walk))]
         if top is not base:
-            watched["forward"] = self._watched(passage.head, scales, splits=splits)
-        walked = {"forward": self._once(passage, walk)}
+            shadows.append((top, "forward", self._watched(passage.head, scales, splits=splits)))
         try:
-            with _shadowed(top, watched), _shadowed(base, walked):
+            with _Shadows(shadows):
                 passage.left = call()
         except StageExit as leaving:
             passage.left = leaving.hidden
@@ -321,12 +319,12 @@ class StageRunner:
                     " step; compute everything from one call."
                 )
             passage.called = True
-            given = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
+            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
             self._refuse_inner_outputs(given)
             # Most models would build a cache of keys and values even in training. It stays where it has an effect:
             # without one, and without a mask, position ids that start anew mean several texts in a row.
             is_packed = given.get("position_ids") is not None and given.get("attention_mask") is None
-            if "use_cache" in self._signature.parameters and not is_packed:
+            if "use_cache" in self._names and not is_packed:
                 given["use_cache"] = False
             return walk(forward, given)
 
@@ -353,7 +351,7 @@ class StageRunner:
         forward, known = self.anatomy.top.forward, self.anatomy.head_loss
 
         def watch(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(self._head_signature.parameters, args, strict=False)) | kwargs
+            given = {**dict(zip(self._head_names, args, strict=False)), **kwargs}
             counted = [name for name in _COUNTS_OTHERWISE if splits and given.get(name) is not None]
             if counted:
                 raise RuntimeError(
@@ -364,9 +362,8 @@ class StageRunner:
             if known is None:
                 return output
             if not known.terms:
-                head.count = known.count(given)
-                head.ignores = known.ignores(given)
-                if head.count is not None:
+                head.labels = known.count.labels(given)
+                if head.labels is not None:
                     head.loss = output[0] if isinstance(output, tuple) else output.loss
             elif scales is not None:
                 head.counts = weigh_terms(output, given, known, scales, self.anatomy.top.config)
@@ -392,13 +389,19 @@ class StageRunner:
         self, forward: Callable[..., Any], given: dict[str, Any], entered: Tensor | None, places: list[Any]
     ) -> Any:
         """Runs the base model's own forward over a list of places."""
-        with ExitStack() as shadows:
-            shadows.enter_context(_shadowed(self._container, {self._attribute: places}))
-            if entered is not None:
-                nothing = entered.new_zeros(()).expand_as(entered)  # takes no memory, and can't be written to
-                for module, name in self._prologue:
-                    shadows.enter_context(_shadowed(module, {name: lambda *_args, **_kwargs: nothing}))
+        shadows: list[_Shadow] = [(self._container, self._attribute, places)]
+        if entered is not None:
+            nothing = self._nothing_like(entered)
+            shadows += [(module, name, lambda *_args, **_kwargs: nothing) for module, name in self._prologue]
+        with _Shadows(shadows):
             return forward(**given)
+
+    def _nothing_like(self, entered: Tensor) -> Tensor:
+        """Zeros in the place of what the prologue gives; they take no memory, and can't be written to."""
+        known = self._nothing
+        if known is None or known.shape != entered.shape or known.dtype != entered.dtype or known.is_inference():
+            known = self._nothing = entered.new_zeros(()).expand_as(entered)
+        return known
 
     def _leave(self, output: Any) -> None:
         """Ends a stage with the output of its last block.
@@ -419,8 +422,10 @@ class StageRunner:
     def _boundary_shape(self, given: Mapping[str, Any]) -> torch.Size:
         """Shape of the hidden states in one call of the base model, where each of several texts in a row is a row."""
         ids = given.get("input_ids")
-        rows_and_length = given["inputs_embeds"].shape[:-1] if ids is None else ids.reshape(-1, ids.shape[-1]).shape
-        return torch.Size((*rows_and_length, self.anatomy.hidden_size))
+        if ids is None:
+            return torch.Size((*given["inputs_embeds"].shape[:-1], self.anatomy.hidden_size))
+        *several, length = ids.shape
+        return torch.Size((math.prod(several), length, self.anatomy.hidden_size))
 
 
 def _refuse_generate(*_args: Any, **_kwargs: Any) -> None:
@@ -442,14 +447,30 @@ def _owner(base: nn.Module, path: str) -> tuple[nn.Module, str]:
     return base.get_submodule(above), name
 
 
-@contextmanager
-def _shadowed(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Puts attributes in front of a module's own for a while."""
-    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
-    module.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
+_Shadow = tuple[nn.Module, str, Any]
+"""An attribute that is put in front of a module's own: the module, its name, and its value."""
+
+
+class _Shadows:
+    """Puts attributes in front of modules' own for a while.
+
+    A class, since a context for each pass that is made of a generator costs several times as much.
+
+    Args:
+        shadows: The attributes.
+    """
+
+    def __init__(self, shadows: Sequence[_Shadow]) -> None:
+        self._shadows = shadows
+        self._before: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        for module, name, value in self._shadows:
+            own = module.__dict__
+            self._before.append({name: own[name]} if name in own else {})
+            own[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        for (module, name, _value), before in zip(reversed(self._shadows), reversed(self._before), strict=True):
             module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+            module.__dict__.update(before)

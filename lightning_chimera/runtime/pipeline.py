@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, Node
 
 from lightning_chimera.partition.deferral import Splitter, WeightGradients
 from lightning_chimera.partition.heads import Scales
-from lightning_chimera.partition.stage import HeadCall, Part, Passage, StageExit, StageRunner
+from lightning_chimera.partition.stage import HeadCall, Part, Passage, Receive, StageExit, StageRunner
 from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
 from lightning_chimera.runtime.gradients import GradientSync
@@ -21,6 +21,8 @@ from lightning_chimera.runtime.microbatches import Microbatch, cut, row_ranges, 
 from lightning_chimera.runtime.randomness import keyed, mix, preserved, reseed, seed_by
 from lightning_chimera.schedules import Action, Kind, Lowered, Schedule, forward_only, lower
 from lightning_chimera.timeline import Span, sync_places
+
+_NOTHING = nullcontext()
 
 Look = Callable[[Kind, int, int, Tensor], None]
 """Told what leaves a stage: forward or backward, stage, microbatch, tensor."""
@@ -130,13 +132,13 @@ class Pipeline:
         return self._work is not None
 
     @property
-    def in_flight(self) -> tuple[float, list[Tensor]]:
-        """How many activations a training step holds now, and the tensors that keep them."""
+    def in_flight(self) -> tuple[float, list[Tensor | Node]]:
+        """How many activations a training step holds now, and what keeps them: tensors, and the ends of graphs."""
         if self._work is None:
             return 0.0, []
         held = list(self._work.held.values())
-        tensors = [tensor for one in held for tensor in (one.entered, one.end) if tensor is not None]
-        return float(len(held) * self._placement.share / self._work.parts), tensors
+        keepers = [keeper for one in held for keeper in (one.entered, one.end) if keeper is not None]
+        return float(len(held) * self._placement.share / self._work.parts), keepers
 
     def train(self, microbatches: Sequence[Microbatch], call: TrainingCall, sync: GradientSync | None = None) -> None:
         """Runs forward and backward of all microbatches; gradients are added to ``.grad`` of this rank's parameters.
@@ -144,7 +146,8 @@ class Pipeline:
         Args:
             microbatches: The microbatches, or their halves where the schedule runs backwards in halves.
             call: The user's step.
-            sync: Sums the gradients of each stage, if they are final with this step.
+            sync: Starts the sums of the stages' gradients that are placed within the schedule, if they are final with
+                this step.
         """
         # Parts that do not pair up, of a batch with few rows say, run as microbatches with whole backwards.
         parts = 2 if self._halves and _pair_up(microbatches) else 1
@@ -155,14 +158,13 @@ class Pipeline:
         )
         self._work = work
         with preserved():  # once for all actions, each of which seeds the generators
-            if sync is None:
+            if sync is None or not places:
                 self._executor.run(lowered, work, new=work.new)
             else:
                 self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)), work.new)
-                sync.start()
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
-        self.hidden = [boundary.shape for boundary in work.settled.values()]
+        self.hidden = [boundary.shape for boundary in work.known if boundary is not None]
         self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:
@@ -232,30 +234,32 @@ class _Training:
     peak: int = 0
 
     def __post_init__(self) -> None:
+        self.dtype = self.runner.anatomy.dtype
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
-        self.settled: dict[int, Boundary] = {}
-        self.new = {
-            part // self.parts
-            for part, signature in enumerate(self.signatures)
-            if not any(signature) or signature not in self.boundaries
-        }
+        self.known = [self.boundaries.get(signature) for signature in self.signatures]
+        """The boundary of each part, as far as it is known."""
+        self.new = {part // self.parts for part, known in enumerate(self.known) if known is None}
         """The microbatches whose shapes this rank does not know, and so no rank of the pipeline: all see each."""
 
-    def parts_of(self, action: Action) -> list[int]:
+    def parts_of(self, action: Action) -> Sequence[int]:
         """The parts of the batch that an action works on."""
-        halves = range(self.parts) if not action.half else ["ab".index(action.half)]
-        return [action.microbatch * self.parts + half for half in halves]
+        if self.parts == 1:
+            return (action.microbatch,)
+        first = action.microbatch * self.parts
+        return (first + "ab".index(action.half),) if action.half else range(first, first + self.parts)
 
     # ---------------------------------------------------------------------------------------------- boundaries
 
     def boundary(self, action: Action) -> Boundary | None:
         """Shape and type of an action's boundary tensors, once those of its parts or of the same shapes were seen."""
+        if self.parts == 1:
+            return self._known(action.microbatch)
         known = [self._known(part) for part in self.parts_of(action)]
         seen = [boundary for boundary in known if boundary is not None]
         if len(seen) < len(known):
             return None
         rows = sum(boundary.shape[0] for boundary in seen)
-        return Boundary(torch.Size((rows, *seen[0].shape[1:])), seen[0].dtype)
+        return Boundary(torch.Size((rows, *seen[0].shape[1:])), self.dtype)
 
     def demand(self, action: Action) -> Boundary:
         """The same; the step is called up to the model where they have not been seen."""
@@ -273,29 +277,36 @@ class _Training:
         return known
 
     def _known(self, part: int) -> Boundary | None:
-        return self.settled.get(part) or self.boundaries.get(self.signatures[part])
+        known = self.known[part]
+        if known is None:  # another part of the same shapes may have been seen since
+            known = self.known[part] = self.boundaries.get(self.signatures[part])
+        return known
 
     def _look(self, part: int) -> None:
         """Calls the step of a part up to the model, to see what it hands over."""
 
-        def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-            self._settle(part, Boundary(shape, dtype))
+        def receive(shape: torch.Size) -> Tensor | None:
+            self._settle(part, shape)
             raise StageExit(None)
 
         self._pass(0, part, receive)
 
-    def _settle(self, part: int, seen: Boundary) -> Boundary:
+    def _settle(self, part: int, shape: torch.Size) -> Boundary:
         """Notes the boundary of a part as the model sees it.
 
         Raises:
             RuntimeError: A part of the same shapes had another one, which the other ranks still expect.
         """
-        self.settled[part] = seen
+        seen, known = Boundary(shape, self.dtype), self._known(part)
+        if known == seen:
+            return seen
+        self.known[part] = seen
         # Nothing follows from a batch without tensors, and a single stage has no boundary.
         if not any(self.signatures[part]) or self.runner.num_stages == 1:
             return seen
-        known = self.boundaries.setdefault(self.signatures[part], seen)
-        if known != seen:
+        if known is None:
+            self.boundaries[self.signatures[part]] = seen
+        else:
             raise RuntimeError(
                 f"The model's input gives hidden states of {seen}, but a batch of the same shapes gave {known} before."
                 " What the step hands to the model must follow from the shapes of the batch: crop or pad in the data"
@@ -319,30 +330,30 @@ class _Training:
 
     def _forward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Runs a stage and keeps what its backward needs."""
-        parts = self.parts_of(action)
-        pieces = [incoming] if len(parts) == 1 else self._pieces(action, incoming, enters=action.stage > 0)
-        left = [self._forward_part(action.stage, part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        pieces = self._pieces(action, incoming, enters=action.stage > 0)
+        left = _joined([self._forward_part(action.stage, part, piece) for part, piece in pieces])
         self.peak = max(self.peak, len(self.held))
-        return _joined(left)
+        return left
 
-    def _pieces(self, action: Action, incoming: Incoming, *, enters: bool) -> list[Incoming]:
-        """One message for several parts, for each of them."""
-        boundaries = [self._demanded(part) for part in self.parts_of(action)]
-        if not enters:
-            return [incoming] * len(boundaries)
-        pieces = torch.split(incoming(self.demand(action)), [boundary.shape[0] for boundary in boundaries])
-        return [partial(_given, piece.detach()) for piece in pieces]
+    def _pieces(self, action: Action, incoming: Incoming, *, enters: bool) -> list[tuple[int, Incoming]]:
+        """The parts of an action, and for each what brings its input: one message is for all of them."""
+        parts = self.parts_of(action)
+        if len(parts) == 1 or not enters:
+            return [(part, incoming) for part in parts]
+        sizes = [self._demanded(part).shape[0] for part in parts]
+        pieces = torch.split(incoming(self.demand(action)), sizes)
+        return [(part, partial(_given, piece.detach())) for part, piece in zip(parts, pieces, strict=True)]
 
     def _forward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
         is_last = stage == self.runner.num_stages - 1
 
-        def receive(shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-            boundary = self._settle(part, Boundary(shape, dtype))
+        def receive(shape: torch.Size) -> Tensor | None:
+            boundary = self._settle(part, shape)
             return incoming(boundary).requires_grad_() if stage > 0 else None
 
         again = stage in self.recompute.stages and not is_last
         later = WeightGradients()
-        with torch.set_grad_enabled(not again), self._splitting(stage, later):
+        with torch.no_grad() if again else _NOTHING, self._splitting(stage, later):
             passage = self._pass(stage, part, receive, self.call.scales(part) if is_last else None)
         left = self.call.finish(part, passage.left, passage.head) if is_last else passage.left
         root = None if again or left is None else left if is_last else _Root(left)
@@ -352,14 +363,14 @@ class _Training:
 
     def _forward_again(self, stage: int, part: int, entered: Tensor | None) -> Tensor:
         """Runs the forward of a stage that has kept its input only."""
-        left: Tensor = self._pass(stage, part, lambda _shape, _dtype: entered).left
+        left: Tensor = self._pass(stage, part, lambda _shape: entered).left
         return left
 
     def _pass(
         self,
         stage: int,
         part: int,
-        receive: Callable[[torch.Size, torch.dtype], Tensor | None],
+        receive: Receive,
         scales: Scales | None = None,
     ) -> Passage:
         """Calls the user's step for a part, as a stage sees it."""
@@ -385,11 +396,8 @@ class _Training:
 
     def _backward(self, action: Action, incoming: Incoming) -> Tensor | None:
         """Runs the backward of a stage, or its first half; returns the gradient for the stage before."""
-        parts = self.parts_of(action)
         pieces = self._pieces(action, incoming, enters=action.stage < self.runner.num_stages - 1)
-        return _joined(
-            [self._backward_part(action.stage, part, piece) for part, piece in zip(parts, pieces, strict=True)]
-        )
+        return _joined([self._backward_part(action.stage, part, piece) for part, piece in pieces])
 
     def _backward_part(self, stage: int, part: int, incoming: Incoming) -> Tensor | None:
         held = self.held[stage, part]
@@ -421,7 +429,7 @@ class _Training:
             self.held.pop((action.stage, part)).later.accumulate()
 
     def _splitting(self, stage: int, later: WeightGradients) -> AbstractContextManager[None]:
-        return self.splitters[stage].into(later) if self.splitters else nullcontext()
+        return self.splitters[stage].into(later) if self.splitters else _NOTHING
 
 
 @dataclass
@@ -439,7 +447,7 @@ class _Held:
     later: WeightGradients
 
     @property
-    def end(self) -> Tensor | None:
+    def end(self) -> Tensor | Node | None:
         """What has the graph, if there is one."""
         return self.root.end if isinstance(self.root, _Root) else self.root
 
@@ -452,27 +460,13 @@ class _Root:
     """
 
     def __init__(self, left: Tensor) -> None:
-        self._gradient: list[Tensor] = []
-        self.end: Tensor | None = _End.apply(left, self._gradient) if left.requires_grad else None  # type: ignore[no-untyped-call]
+        # The node of a view: it has no tensor, and keeps the graph even if the activation's own is one of Python.
+        self.end: Node | None = left.view_as(left).grad_fn if left.requires_grad else None
 
     def backward(self, gradient: Tensor) -> None:
         """Runs backward from the gradient of the activation."""
         if self.end is not None:
-            self._gradient.append(gradient)
-            torch.autograd.backward(self.end)
-
-
-class _End(Function):
-    """A number that takes the place of the activation; the gradient that goes on from here is put in a list before."""
-
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, gradient: list[Tensor]) -> Tensor:
-        ctx.gradient = gradient
-        return left.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient.pop(), None
+            torch.autograd.backward((GradientEdge(self.end, 0),), (gradient,))
 
 
 def _pair_up(microbatches: Sequence[Microbatch]) -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_chimera.partition.heads import IGNORED, HeadLoss, Scales, holds_ignored
+from lightning_chimera.partition.heads import IGNORED, HeadLoss, LabelCount, Scales, holds_ignored
 from lightning_chimera.partition.stage import HeadCall
 from lightning_chimera.runtime.microbatches import Microbatch, leaves
 
@@ -47,6 +48,8 @@ class LossWeights:
         hooked = [float(hook(batch)) for batch in batches] if hook else [0.0] * len(rows)
         counts = head.counts if head is not None else ()
         self._counted = [[_count(count, batch) for batch in batches] for count in counts]
+        self._count = head.count if head is not None else LabelCount()
+        self._labelled = [_labelled(self._count, batch) for batch in batches]
         self._counts = [rows, hooked]
         labels = [[float(count or 0) for count in counts] for counts in self._counted]
         totals = torch.tensor([sum(counts) for counts in (*self._counts, *labels)], dtype=torch.float64)
@@ -88,16 +91,21 @@ class LossWeights:
         """
         if self._has_hook:
             return self._counts[1][microbatch] / (self._totals[1] or 1.0)
-        if own_loss and head.count is not None:
-            return head.count / (self._totals[2] or self._totals[0])
+        if own_loss and head.labels is not None:
+            return self._count_of(head.labels, microbatch) / (self._totals[2] or self._totals[0])
         if any(count is not None for count in head.counts):
             self._check_terms(microbatch, head.counts)
-        elif head.ignores or any(map(holds_ignored, self._leaves[microbatch])):
+        elif holds_ignored(head.labels) or any(map(holds_ignored, self._leaves[microbatch])):
             raise ValueError(
                 f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
                 f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
         return self._counts[0][microbatch] / self._totals[0]
+
+    def _count_of(self, labels: Tensor, microbatch: int) -> int:
+        """Over how many labels a head took its mean, which is known if they are those of the batch as they were."""
+        known = self._counted[0][microbatch] if self._counted else None
+        return self._count.of(labels) if known is None or _seen(labels) != self._labelled[microbatch] else known
 
     def _check_terms(self, microbatch: int, given: tuple[int | None, ...]) -> None:
         """Refuses terms that were weighed by other labels than those that they were computed from."""
@@ -108,6 +116,16 @@ class LossWeights:
                     f" gave it labels of which {count} count where those in the batch say {counted}. Make the labels in"
                     f" the data loader, or: {_HOOK}"
                 )
+
+
+def _labelled(count: LabelCount, batch: Any) -> tuple[int, int] | None:
+    labels = count.labels(batch) if isinstance(batch, Mapping) else None
+    return None if labels is None else _seen(labels)
+
+
+def _seen(labels: Tensor) -> tuple[int, int]:
+    """Which tensor it is, among those that are kept, and how often it was changed in place."""
+    return id(labels), 0 if labels.is_inference() else labels._version
 
 
 def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:

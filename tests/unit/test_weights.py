@@ -30,8 +30,8 @@ def shares(
     microbatches = split(BATCH, 2)
     weights = LossWeights(microbatches, head, hook, group)
     assert weights.total_rows == 4
-    counts = [None if head is None else head.count(microbatch.data) for microbatch in microbatches]
-    return [weights.share(number, own_loss=own_loss, head=HeadCall(count=counts[number])) for number in range(2)]
+    labels = [None if head is None else microbatch.data["labels"] for microbatch in microbatches]
+    return [weights.share(number, own_loss=own_loss, head=HeadCall(labels=labels[number])) for number in range(2)]
 
 
 def test_a_causal_loss_counts_by_the_labels_that_are_predicted(alone: Any) -> None:
@@ -45,6 +45,16 @@ def test_a_masked_loss_counts_by_all_labels(alone: Any) -> None:
 def test_a_hook_decides_before_the_head(alone: Any) -> None:
     assert shares(alone, CAUSAL, lambda batch: len(batch["labels"]) + float(batch["labels"][0, 2])) == [9 / 18, 9 / 18]
     assert shares(alone, None, lambda batch: float(batch["labels"][0, 0] == 5), own_loss=False) == [1.0, 0.0]
+
+
+def test_labels_of_the_steps_own_and_those_that_it_has_changed_are_counted_anew(alone: Any) -> None:
+    microbatches = split({name: value.clone() for name, value in BATCH.items()}, 2)
+    weights = LossWeights(microbatches, MASKED, None, alone)
+    assert weights.share(0, own_loss=True, head=HeadCall(labels=torch.tensor([[1, 2], [3, -100]]))) == 3 / 8
+    changed = microbatches[1].data["labels"]
+    assert weights.share(1, own_loss=True, head=HeadCall(labels=changed)) == 4 / 8
+    changed[0, 1] = -100
+    assert weights.share(1, own_loss=True, head=HeadCall(labels=changed)) == 3 / 8
 
 
 @pytest.mark.parametrize(("head", "own_loss"), [(CAUSAL, False), (None, True)])
