@@ -39,6 +39,8 @@ Offer = list[int]
 OFFER_LENGTH = 5
 
 _RECORD = struct.Struct(f"<{2 + NUM_NUMBERS}q")  # number of the message, where it lies, its shape and type
+_MOST_RECORDS = 64
+"""That are read at once."""
 _ELSEWHERE = -1
 _CREDIT = struct.Struct("<q")  # where the slot lies
 
@@ -132,11 +134,17 @@ class Outbox:
 
     def _place(self, nbytes: int) -> int | None:
         """Where a slot is free."""
+        size = _rounded(nbytes)
+        free = self._free[size]
+        if not free:
+            self._take_back()
+        return free.pop() if free else self._grow(size)
+
+    def _take_back(self) -> None:
+        """Notes the slots that the receiver has given back."""
         with suppress(BlockingIOError):
             for (place,) in _CREDIT.iter_unpack(os.read(self._credits, 1 << 16)):
                 self._free[self._sizes[place]].append(place)
-        size = _rounded(nbytes)
-        return self._free[size].pop() if self._free[size] else self._grow(size)
 
     def _grow(self, size: int) -> int | None:
         """Makes one more slot, if there may be one and there is memory for it."""
@@ -198,14 +206,17 @@ class Inbox:
         return torch.frombuffer(slot, dtype=boundary.dtype).view(boundary.shape)
 
     def _read_record(self) -> None:
-        """Waits for the next ring."""
-        if not self._rings.poll(self._timeout.total_seconds() * 1e3):
-            raise LinkError(f"nothing has come for {self._timeout.total_seconds():g} s")
-        record = os.read(self._bell, _RECORD.size)
-        if not record:
+        """Takes what has been rung so far, or waits for the next ring."""
+        try:
+            records = os.read(self._bell, _MOST_RECORDS * _RECORD.size)
+        except BlockingIOError:
+            if not self._rings.poll(self._timeout.total_seconds() * 1e3):
+                raise LinkError(f"nothing has come for {self._timeout.total_seconds():g} s") from None
+            return
+        if not records:
             raise LinkError("the sender has gone")
-        number, place, *boundary = _RECORD.unpack(record)
-        self._arrived[number] = place, Boundary.of_numbers(boundary)
+        for number, place, *boundary in _RECORD.iter_unpack(records):
+            self._arrived[number] = place, Boundary.of_numbers(boundary)
 
     def _give_back(self, place: int) -> None:
         if os.getpid() != self._process:
