@@ -364,13 +364,14 @@ def noting_updates(metrics: Sequence[Metric]) -> Iterator[None]:
 def _copies(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
     """What metrics have noted so far; states that several of them share stay shared."""
     known: dict[int, Any] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            return known.setdefault(id(value), value.clone())
-        return known.setdefault(id(value), list(value)) if type(value) is list else value
-
-    return [{name: copied(value) for name, value in vars(metric).items()} for metric in metrics]
+    copies = [dict(vars(metric)) for metric in metrics]
+    for copy in copies:
+        for name, value in copy.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                copy[name] = known.setdefault(id(value), value.clone())
+            elif type(value) is list:
+                copy[name] = known.setdefault(id(value), list(value))
+    return copies
 
 
 def check_windows(metrics: Sequence[Metric], num_microbatches: int) -> Callable[[], None]:

@@ -60,23 +60,25 @@ class Executor:
         """
         self._links.begin(new)
         self.spans = []
-        row, producers = lowered.rows[self._position], lowered.schedule.producers
-        received = {
-            subject.consumer: subject
-            for operation, subject in row
-            if isinstance(subject, Message) and operation is Operation.POST
-        }
+        producers, received = lowered.schedule.producers, lowered.received
         outputs: dict[Action, Tensor] = {}
         """What has left an action and was not taken yet, by a message or by the next stage on this rank."""
-        for operation, subject in row:
+
+        def demand(message: Message) -> Boundary:
+            return work.demand(message.consumer)
+
+        def handed(action: Action) -> Tensor:
+            return outputs.pop(producers[action])
+
+        for operation, subject in lowered.rows[self._position]:
             if isinstance(subject, Action):
                 PROGRESS.action = subject
                 if before is not None:
                     before(subject)
                 message = received.get(subject)
                 if message is not None:
-                    self._links.catch_up(message, lambda earlier: work.demand(earlier.consumer))
-                output = self._compute(subject, message, lambda action: outputs.pop(producers[action]), work)
+                    self._links.catch_up(message, demand)
+                output = self._compute(subject, message, handed, work)
                 if output is not None:
                     outputs[subject] = output
             elif operation is Operation.POST:

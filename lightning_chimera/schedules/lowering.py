@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import bisect
 import enum
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,6 +85,12 @@ class Lowered:
 
     schedule: Schedule
     rows: tuple[tuple[Instruction, ...], ...]
+
+    @functools.cached_property
+    def received(self) -> Mapping[Action, Message]:
+        """For each action whose input is made on another rank, the message that brings it."""
+        posts = (subject for row in self.rows for operation, subject in row if operation is Operation.POST)
+        return {message.consumer: message for message in posts if isinstance(message, Message)}
 
 
 def lower(schedule: Schedule, *, lookahead: int = 1) -> Lowered:
