@@ -26,7 +26,6 @@ AREAS = (
     "Launch",
     "Faults",
     "The module",
-    "Faults",
 )
 # How an outcome is shown, in the order of a table's rows.
 OUTCOMES = {"works": "works", "differs": "*differs*", "refused": "**refused**"}
