@@ -119,23 +119,45 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def look_after_parent() -> None:
+def look_after_parent(parent: int | None = None) -> None:
     """Ends this process some time after the one that has started it, where one has.
 
-    Until now the kernel would have done so at once; from now on there is time to say what has happened.
+    It is told to end, so that in a run all ranks do so after the same step, and has to after some time. Where the
+    kernel would have ended it at once, there is now time to say what has happened.
+
+    Args:
+        parent: The process that has forked or spawned this one; else it follows from the environment.
     """
-    parent = os.environ.get(PARENT)
-    if parent is None or os.getppid() != int(parent):
+    global _looking
+    parent = _launcher() if parent is None else parent
+    if parent is None or _looking == os.getpid():
         return
-
-    def look() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(0.5)
-        time.sleep(GRACE + BOUND)
-        os._exit(1)
-
-    threading.Thread(target=look, name="chimera-parent", daemon=True).start()
+    _looking = os.getpid()
+    threading.Thread(target=_end_after, args=(parent,), name="chimera-parent", daemon=True).start()
     _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+_looking = 0
+"""The process in which a thread looks after the parent; forked ones inherit the number."""
+
+
+def _launcher() -> int | None:
+    """The process that has started this one as a rank: another rank, or torchrun's agent.
+
+    Slurm ends the tasks of a step itself, and the parent of a script that a person has started is a shell.
+    """
+    parent = os.getppid()
+    return parent if os.environ.get(PARENT) == str(parent) or "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    if PARENT not in os.environ and os.environ.get("LOCAL_RANK") == "0":  # if it was a rank, the watch names it
+        os.write(2, f"chimera: the process {parent} that has started the ranks has ended, and so do they.\n".encode())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE + BOUND)
+    os._exit(1)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Starts the processes of a run on one node."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -205,6 +206,9 @@ class FunctionLauncher(_MultiProcessingLauncher):
 
     @override
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        look_after_parent(parent.pid)
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:

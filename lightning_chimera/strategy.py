@@ -67,10 +67,11 @@ from lightning_chimera.partition.compilation import (
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table, print_whole, share_nodes
 from lightning_chimera.runtime.agreement import check_at_start, check_in_group
+from lightning_chimera.runtime.leaving import BOUND, leaving_after
 from lightning_chimera.runtime.meeting import meeting, met
 from lightning_chimera.runtime.progress import PROGRESS
 from lightning_chimera.runtime.topology import Topology
-from lightning_chimera.runtime.watch import begin_watching, end_watching, stop_watching
+from lightning_chimera.runtime.watch import GRACE, begin_watching, end_watching, stop_watching
 from lightning_chimera.schedules import Builder, Schedule
 from lightning_chimera.settings import GradientSync, Innermost, Settings, StartMethod
 from lightning_chimera.stock import StockCallbacks, log_graphs
@@ -291,11 +292,22 @@ class ChimeraStrategy(WholeModelCalls):
             self.root_device
         )
         assert self.cluster_environment is not None
-        if not _distributed_is_initialized():
-            longest_wait = self._settings.longest_wait
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=longest_wait)
-            atexit.register(_leave_process_group)
-        begin_watching(self._settings.longest_silence, self._where, self.topology.at, self._finalize_loggers)
+        environment, longest_wait = self.cluster_environment, self._settings.longest_wait
+        # torch waits without a bound for the greeting of a store whose process has been stopped.
+        with leaving_after(longest_wait.total_seconds() + GRACE + BOUND, self._unmet()):
+            if not _distributed_is_initialized():
+                _init_dist_connection(environment, self._process_group_backend, timeout=longest_wait)
+                atexit.register(_leave_process_group)
+            begin_watching(self._settings.longest_silence, self._where, self.topology.at, self._finalize_loggers)
+
+    def _unmet(self) -> str:
+        """What the screen says if the ranks do not meet."""
+        environment, seconds = self.cluster_environment, self._settings.longest_wait.total_seconds()
+        assert environment is not None
+        return (
+            f"chimera: rank {self.global_rank} of {self.num_nodes * self.num_processes} has not met the others within"
+            f" {seconds:g} s (timeout), at {environment.main_address}, port {environment.main_port}.\n"
+        )
 
     def _finalize_loggers(self) -> None:
         module = self.lightning_module

@@ -4,9 +4,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
@@ -28,11 +29,32 @@ def exit_later() -> None:
     os._exit(1)
 
 
+@contextmanager
+def leaving_after(seconds: float, text: str) -> Iterator[None]:
+    """Leaves the process if what is done in it takes longer: for waits that can't be ended otherwise.
+
+    Args:
+        seconds: How long it may take.
+        text: What the screen says then.
+    """
+
+    def leave() -> None:
+        os.write(2, text.encode())
+        _call_before_leaving()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def leave_nothing(verdict: Verdict, members: Mapping[int, Member]) -> None:
     """Ends what would be left of the run on this machine."""
-    for call in before_leaving:
-        with suppress(Exception):
-            call()
+    _call_before_leaving()
     for child in multiprocessing.active_children():  # such as workers of a loader, which would notice only later
         child.kill()
     member = members.get(verdict.rank)
@@ -47,3 +69,9 @@ def leave_nothing(verdict: Verdict, members: Mapping[int, Member]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def _call_before_leaving() -> None:
+    for call in before_leaving:
+        with suppress(Exception):
+            call()

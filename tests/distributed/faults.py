@@ -98,11 +98,20 @@ class Victim(LanguageModule):
             FAULTS[self.fault]()
 
 
-def suffer(rank: int, fault: str, place: str, folder: str, ranks: int, stall_timeout: float, batches: int = 6) -> None:
+def suffer(
+    rank: int,
+    fault: str,
+    place: str,
+    folder: str,
+    ranks: int,
+    stall_timeout: float,
+    timeout: float = 30.0,
+    batches: int = 6,
+) -> None:
     """Trains until the fault."""
     torch.manual_seed(0)
     trainer = make_trainer(
-        Cell(SCHEDULE, ranks, strategy=(("stall_timeout", stall_timeout),)),
+        Cell(SCHEDULE, ranks, strategy=(("stall_timeout", stall_timeout), ("timeout", timeout))),
         max_epochs=1,
         val_check_interval=1,
         enable_checkpointing=True,
@@ -128,11 +137,13 @@ def meet_at(seconds: float, fault: str, folder: str) -> None:
     timer.start()
 
 
-def train_until(rank: int, fault: str, seconds: float, folder: str, ranks: int, stall_timeout: float) -> None:
+def train_until(
+    rank: int, fault: str, seconds: float, folder: str, ranks: int, stall_timeout: float, timeout: float
+) -> None:
     """Trains for longer than until the fault, which comes at a time instead of at a place."""
     if int(os.environ["LOCAL_RANK"]) == rank:
         meet_at(seconds, fault, folder)
-    suffer(-1, fault, "", folder, ranks, stall_timeout, batches=1000)
+    suffer(-1, fault, "", folder, ranks, stall_timeout, timeout, batches=1000)
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -31,13 +31,14 @@ class Ended(NamedTuple):
     at: float
 
 
-def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> Ended:
+def launch(work: Path, *prefix: str, limit: float = 90.0, patience: float = 10.0, **options: Any) -> Ended:
     """Runs the script in a session of its own, and checks that no process of it is left.
 
     Args:
         work: Where the run works and its output is kept.
         *prefix: The command before the script, ``PYTHON`` or ``TORCHRUN``.
         limit: Seconds after which all of its processes are killed.
+        patience: Seconds after the end of the first process in which all others have to end.
         **options: As in the script.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
@@ -60,7 +61,7 @@ def launch(work: Path, *prefix: str, limit: float = 90.0, **options: Any) -> End
             pass
         finally:
             seconds = time.monotonic() - start
-            left = _kill_what_is_left(process, mark)
+            left = _kill_what_is_left(process, mark, patience)
     text = (work / "screen.txt").read_text(errors="replace")
     assert code is None or not left, f"the run has left processes behind\n{text}"
     return Ended(code, text, seconds, start + seconds)
@@ -72,12 +73,12 @@ def forget_rank() -> None:
         os.environ.pop(name, None)
 
 
-def _kill_what_is_left(process: subprocess.Popen[bytes], mark: str) -> bool:
+def _kill_what_is_left(process: subprocess.Popen[bytes], mark: str, patience: float) -> bool:
     """Kills the run's processes; whether there were any long after the end of the first one."""
-    patience = time.monotonic() + (10.0 if process.poll() is not None else 0.0)
+    deadline = time.monotonic() + (patience if process.poll() is not None else 0.0)
     is_late = False
     while left := _marked(mark):
-        is_late = is_late or time.monotonic() > patience
+        is_late = is_late or time.monotonic() > deadline
         for pid in left if is_late else ():
             try:
                 os.kill(pid, signal.SIGKILL)

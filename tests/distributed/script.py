@@ -5,6 +5,7 @@ Usage: python script.py OPTIONS, where the options are a JSON object; ``run`` be
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,24 @@ class RaisesBeforeTheModel(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
+class LosesItsParent(LanguageModule):
+    """Rank 1 kills the process that has started it, in some hook; all would go on for a minute and more.
+
+    Args:
+        hook: The hook; ``after`` is none of the run's, but once it is over.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        if hook != "after":
+            setattr(self, hook, self.lose_parent)
+
+    def lose_parent(self, *_: Any, **__: Any) -> None:
+        if os.environ.get("LOCAL_RANK") == "1":
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60.0)
+
+
 class LosesAWorker(LanguageModule):
     """Its loader's worker dies."""
 
@@ -101,6 +120,7 @@ def run(
     blocks: int = 4,
     schedule: str | None = None,
     victim: tuple[int, str, str] | None = None,
+    orphaned: str | None = None,
     **options: Any,
 ) -> None:
     """Trains, and writes what each process has in the end.
@@ -112,6 +132,7 @@ def run(
         devices: Number of processes.
         blocks: Blocks of the model.
         schedule: As in ``ChimeraStrategy``, or a key of ``SCHEDULES``.
+        orphaned: When the process that has started the ranks is killed, as in ``LosesItsParent``.
         victim: The rank that meets a fault, the fault, and the place, as in ``faults.Victim``.
         **options: Options of ``ChimeraStrategy``.
     """
@@ -121,6 +142,8 @@ def run(
     if victim is not None:
         assert folder is not None
         lightning_module: L.LightningModule = Victim(*victim, folder)
+    elif orphaned is not None:
+        lightning_module = LosesItsParent(orphaned)
     elif module == "LanguageModule":
         lightning_module = LanguageModule(exact=False, blocks=blocks)
     else:
@@ -140,6 +163,8 @@ def run(
     has_own = is_overridden("train_dataloader", lightning_module)
     rows = make_rows("gpt2", 4 * ROWS, padded=victim is None)
     trainer.fit(lightning_module, None if has_own else make_loader(rows, ROWS))
+    if orphaned == "after":
+        lightning_module.lose_parent()
     if folder is not None:
         found = {
             "rank": trainer.global_rank,

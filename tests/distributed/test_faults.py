@@ -1,7 +1,10 @@
 """How a run ends when one rank fails, is killed or stops: all ranks end, and the screen says who, where and why."""
 
+import multiprocessing
+import os
 import random
 import re
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lightning_chimera.children import PARENT, look_after_parent
 from lightning_chimera.runtime.watch import stop_watching
 
 from .faults import FAULTS, PLACES, STEP, checkpoints, suffer, train_until
@@ -74,6 +78,7 @@ def judge(world: World, folder: Path, rank: int, fault: str, place: str) -> str:
     killed = {"SIGKILL", "SIGSTOP"} & {fault}
     expected = [-9 if killed and other == rank else 1 for other in range(RANKS)]  # else the harness had to end one
     assert failure.exit_codes == expected, failure
+    assert failure.stopped == [], failure
     text = "".join(failure.outputs) + str(failure)
     if fault in SAYS:
         assert re.search(rf"rank {rank} of {RANKS} failed at: {WHERE[place]}", text), text
@@ -135,31 +140,47 @@ def test_a_rank_that_has_come_to_its_end_is_named_by_one_that_goes_on(world: Wor
     assert "chimera: rank 1 of 2 has left before this call of the Trainer" in caught.value.outputs[0], caught.value
 
 
-CHAOS = 40
+CHAOS = 200
 """Random faults in `make long`."""
+STALLS_AFTER, WAITS_FOR = 3.0, 8.0
+"""Their `stall_timeout`, and the `timeout` that bounds how long ranks wait for each other before they are watched."""
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(CHAOS))
 def test_a_kill_or_a_stop_at_any_time_hangs_nobody_and_loses_no_checkpoint(
-    world: World, tmp_path: Path, number: int
+    world: World, tmp_path: Path, table: list[str], number: int
 ) -> None:
+    """From the set-up on, in steps, validations and saves."""
     draw = random.Random(number)
-    rank, fault, seconds = draw.randrange(RANKS), draw.choice(["SIGKILL", "SIGSTOP"]), draw.uniform(1.0, 4.0)
+    rank, fault, seconds = draw.randrange(RANKS), draw.choice(["SIGKILL", "SIGSTOP"]), draw.uniform(0.2, 4.0)
+    bound = WAITS_FOR + BOUND + SLACK
+    arguments = (rank, fault, seconds, str(tmp_path), RANKS, STALLS_AFTER, WAITS_FOR)
     with pytest.raises(RankFailed) as caught:
-        world.run(
-            train_until, rank, fault, seconds, str(tmp_path), RANKS, STALL_TIMEOUT, size=RANKS, limit=120.0, grace=20.0
-        )
+        world.run(train_until, *arguments, size=RANKS, limit=120.0, grace=bound)
     took = time.monotonic() - float((tmp_path / "when").read_text())
-    assert took < BOUND + SLACK + STALL_TIMEOUT, caught.value
+    assert took < bound, caught.value
+    codes = caught.value.exit_codes
+    assert codes.pop(rank) == -signal.SIGKILL, caught.value
+    assert codes == [1] * (RANKS - 1), caught.value  # else they had to be ended from outside
     steps = checkpoints(tmp_path)
     assert steps == list(range(1, len(steps) + 1)), steps
+    text = "".join(caught.value.outputs)
+    names = rf"chimera: rank {rank} of {RANKS} has (vanished|stalled)"
+    said = re.findall(names, text)
+    assert said or not steps, text
+    told = said[0] if said else "was not watched yet"
+    table.append(
+        f"{number:3} {fault} rank {rank} after {seconds:.1f} s: {told}, {took:4.1f} s, {len(steps)} checkpoints"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ real runs
 
 PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON}
+ORPHANED = ("setup", "on_train_batch_end", "after")
+"""When the process is killed that has started the ranks: a hook, or after the run."""
 REAL = [
     ("popen", 1, "exception"),
     ("popen", 0, "SIGKILL"),
@@ -204,6 +225,62 @@ def test_a_fault_in_a_real_run_is_on_the_screen_once_and_leaves_nothing(
     if fault in ("exception", "out of memory"):
         assert ended.screen.count(SAYS[fault]) == 1, ended.screen
     assert checkpoints(tmp_path)[:2] == [1, 2]
+    assert orphaned_memory() == []
+
+
+def outlive_the_parent(how: str) -> float:
+    """Returns how long a rank has lived after the process that has started it was killed; bounded."""
+    told, tell = os.pipe()
+    starter = os.fork()
+    if not starter:
+        start_a_rank(how, tell)
+    os.close(tell)
+    assert os.read(told, 1) == b"r"
+    os.kill(starter, signal.SIGKILL)
+    killed = time.monotonic()
+    os.waitpid(starter, 0)
+    select.select([told], [], [], 20.0)  # which can be read from as soon as the rank has ended
+    return time.monotonic() - killed
+
+
+def start_a_rank(how: str, tell: int) -> None:
+    """The life of the process that is killed."""
+    if how == "spawn":
+        multiprocessing.get_context("fork").Process(target=be_a_rank, args=(os.getpid(), tell)).start()
+    else:
+        os.environ.update({PARENT: str(os.getpid())} if how == "popen" else {"TORCHELASTIC_RUN_ID": "none"})
+        if not os.fork():
+            be_a_rank(None, tell)
+    os.close(tell)
+    time.sleep(60.0)
+
+
+def be_a_rank(parent: int | None, tell: int) -> None:
+    look_after_parent(parent)
+    os.write(tell, b"r")
+    time.sleep(60.0)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("how", PREFIXES)
+def test_a_rank_ends_soon_after_the_process_that_has_started_it_is_killed(world: World, how: str) -> None:
+    (seconds,) = world.run(outlive_the_parent, how, size=1)
+    assert seconds < 5.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("method", "when"), [pair for pair in product(PREFIXES, ORPHANED) if pair != ("spawn", "after")]
+)
+def test_no_rank_is_left_where_torchrun_or_the_process_that_has_spawned_it_is_killed(
+    tmp_path: Path, method: str, when: str
+) -> None:
+    options = {"start_method": "spawn"} if method == "spawn" else {}
+    # The hook goes on for a minute, so that the run can't end after a step.
+    ended = launch(tmp_path, *PREFIXES[method], patience=BOUND + SLACK, orphaned=when, **options)
+    assert ended.code == -signal.SIGKILL, ended.screen
+    assert ended.screen.count("that has started the ranks has ended") == (method != "popen"), ended.screen
     assert orphaned_memory() == []
 
 

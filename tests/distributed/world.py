@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,14 @@ class RankFailed(Exception):
         error: Its error as one line, such as ``ValueError: no``.
         outputs: What each rank printed.
         exit_codes: Those of all ranks; minus the signal of those that were killed.
+        stopped: The ranks that a signal held when all others had ended; they had to be killed.
     """
 
-    def __init__(self, rank: int, error: str, outputs: list[str], message: str, exit_codes: Sequence[int] = ()) -> None:
+    def __init__(self, rank: int, error: str, outputs: list[str], message: str, ended: Mapping[str, Any]) -> None:
         super().__init__(message)
-        self.rank, self.error, self.outputs, self.exit_codes = rank, error, outputs, list(exit_codes)
+        self.rank, self.error, self.outputs = rank, error, outputs
+        self.exit_codes: list[int] = ended["exit_codes"]
+        self.stopped: list[int] = ended["stopped"]
 
 
 class RanksHung(Exception):
@@ -167,10 +170,10 @@ def _judge(case: _Case, ended: dict[str, Any]) -> list[Any]:
     if errors:
         first = min(errors, key=lambda error: float(error["when"]))
         message = f"Rank {first['rank']} of {case.size} failed first.\n{first['traceback']}{printed}"
-        raise RankFailed(first["rank"], first["error"], outputs, message, ended["exit_codes"])
+        raise RankFailed(first["rank"], first["error"], outputs, message, ended)
     rank, code = next((rank, code) for rank, code in enumerate(ended["exit_codes"]) if code)
     message = f"Rank {rank} of {case.size} left with exit code {code}.{printed}"
-    raise RankFailed(rank, f"exit code {code}", outputs, message, ended["exit_codes"])
+    raise RankFailed(rank, f"exit code {code}", outputs, message, ended)
 
 
 # -------------------------------------------------------------------------------------------------------------- server
@@ -216,7 +219,7 @@ def _run(case: _Case) -> dict[str, Any]:
         if not pid:
             _be_rank(case, rank, env | {"LOCAL_RANK": str(rank)})
         children[os.pidfd_open(pid)] = (rank, pid)
-    codes, late = [0] * case.size, []
+    codes, late, stopped = [0] * case.size, [], []
     running = dict(children)
     deadline, failed = time.monotonic() + case.limit, False
     while running:
@@ -235,9 +238,12 @@ def _run(case: _Case) -> dict[str, Any]:
             os.close(handle)
             if codes[rank] and not failed:
                 failed, deadline = True, min(deadline, time.monotonic() + case.grace)
+        if running and failed and all(_is_stopped(pid) for _, pid in running.values()):
+            stopped = [rank for rank, _ in running.values()]
+            _kill([pid for _, pid in running.values()])
     _kill([pid for _, pid in children.values()])  # what the ranks may have left behind, such as workers of a loader
     hung = late if not any(codes[rank] for rank in range(case.size) if rank not in late) else []
-    return {"exit_codes": codes, "hung": hung}
+    return {"exit_codes": codes, "hung": hung, "stopped": stopped}
 
 
 def _free_port() -> int:
@@ -261,6 +267,10 @@ def _dump_stacks(case: _Case, running: Mapping[int, tuple[int, int]]) -> None:
         while "most recent call first" not in path.read_text() and time.monotonic() < patience:
             time.sleep(0.02)
     time.sleep(0.1)
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _kill(pids: list[int]) -> None:
