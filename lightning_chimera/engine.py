@@ -34,10 +34,10 @@ from lightning_chimera.reporting import (
     LogCall,
     MetricSync,
     Report,
+    Updates,
     check_windows,
     combine,
     metrics_of,
-    noting_updates,
     recorded,
     recording,
     reduce,
@@ -234,12 +234,12 @@ class Engine:
         grown: dict[str, list[Addition]] = {}
         around = self._anatomy.around(self.module)
         metrics = self._inner_metrics + metrics_of(part for _, part in around)
-        check = check_windows(metrics, len(microbatches))
+        check, updates = check_windows(metrics, len(microbatches)), Updates(metrics)
 
         def step(data: Any) -> Any:
             nonlocal calls, grown
             # Of what the stages append, that of the last counts: it appends the same once more, and more.
-            with recording(self.module, self._paths) as calls, growing(self.module) as grown, noting_updates(metrics):
+            with recording(self.module, self._paths) as calls, growing(self.module) as grown, updates.noting():
                 return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
@@ -457,7 +457,7 @@ class Engine:
 
         def step(data: Any) -> Any:
             nonlocal calls
-            with recording(self.module, self._paths) as calls, noting_updates(metrics):
+            with recording(self.module, self._paths) as calls, Updates(metrics).noting():
                 return getattr(self.module, name)(data, *batch.args, **batch.kwargs)
 
         call = Call(step, batch.context, batch.key)

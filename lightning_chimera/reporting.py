@@ -7,10 +7,11 @@ see the same values everywhere, as in a single process.
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -340,38 +341,87 @@ def metrics_of(parts: Iterable[nn.Module]) -> list[Metric]:
     return [part for part in parts if isinstance(part, Metric)]
 
 
-@contextmanager
-def noting_updates(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Notes which metrics a step updates on this rank, and undoes the updates if it ends at the boundary of a stage.
+class Updates:
+    """Notes which metrics the passes of a batch update on this rank, and undoes those of passes that leave a stage.
 
     What comes before the model call runs once for each stage, and the last one's updates are those that count.
+
+    Args:
+        metrics: The metrics that a step may update.
     """
-    before, copies = [metric._update_count for metric in metrics], _copies(metrics)
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException:  # the boundary, which is no error
-        for metric, copy in zip(metrics, copies, strict=True):
-            vars(metric).clear()
-            vars(metric).update(copy)
-        raise
-    for metric, count in zip(metrics, before, strict=True):
-        if metric._update_count != count:
-            metric.__dict__[_IN_STEPS] = True
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = [(metric, _collections(metric)) for metric in metrics]
+        self._copies: dict[int, _Copy] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Enters around one pass."""
+        before = [dict(vars(metric)) for metric, _ in self._metrics]
+        copies = [
+            {name: self._copy(attributes[name]) for name in names if name in attributes}
+            for attributes, (_, names) in zip(before, self._metrics, strict=True)
+        ]
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:  # the boundary, which is no error
+            for (metric, _), attributes, copied in zip(self._metrics, before, copies, strict=True):
+                if not _is_as_before(vars(metric), attributes, copied):
+                    vars(metric).clear()
+                    vars(metric).update(attributes)
+                    vars(metric).update({name: copy.value for name, copy in copied.items()})
+            raise
+        for (metric, _), attributes in zip(self._metrics, before, strict=True):
+            if metric._update_count != attributes["_update_count"]:
+                metric.__dict__[_IN_STEPS] = True
+
+    def _copy(self, value: Any) -> "_Copy":
+        """A copy, made once for as long as nothing changes; what several metrics share stays shared."""
+        known = self._copies.get(id(value))
+        if known is None or not known.is_of(value):
+            known = self._copies[id(value)] = _Copy.of(value)
+        return known
 
 
-def _copies(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
-    """What metrics have noted so far; states that several of them share stay shared."""
-    known: dict[int, Any] = {}
-    copies = [dict(vars(metric)) for metric in metrics]
-    for copy in copies:
-        for name, value in copy.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                copy[name] = known.setdefault(id(value), value.clone())
-            elif type(value) is list:
-                copy[name] = known.setdefault(id(value), list(value))
-    return copies
+class _Copy(NamedTuple):
+    """A tensor or a list, a copy of it, and the version of the tensor that it is of."""
+
+    original: Any
+    value: Any
+    version: int
+
+    @classmethod
+    def of(cls, value: Any) -> "_Copy":
+        """A copy of a value as it is now."""
+        return cls(value, value.clone() if isinstance(value, Tensor) else list(value), _version(value))
+
+    def is_of(self, value: Any) -> bool:
+        """Whether a value is the original, as it was."""
+        if value is not self.original or _version(value) != self.version:
+            return False
+        if isinstance(value, Tensor):
+            return not value.is_inference()
+        return len(value) == len(self.value) and all(map(operator.is_, value, self.value))
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _collections(metric: Metric) -> list[str]:
+    """The attributes of a metric that may be changed in place: tensors and lists."""
+    return [
+        name
+        for name, value in vars(metric).items()
+        if type(value) is list or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    ]
+
+
+def _is_as_before(now: dict[str, Any], before: dict[str, Any], copies: dict[str, _Copy]) -> bool:
+    same = len(now) == len(before) and all(now.get(name) is value for name, value in before.items())
+    return same and all(copy.is_of(now[name]) for name, copy in copies.items())
 
 
 def check_windows(metrics: Sequence[Metric], num_microbatches: int) -> Callable[[], None]:
