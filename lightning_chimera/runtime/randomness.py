@@ -8,6 +8,7 @@ microbatch. The global generators, from which data loaders draw, are put back af
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -24,9 +25,14 @@ def mix(*key: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def reseed(*key: int) -> None:
-    """Seeds torch's generators, on the CPU and on the accelerator."""
-    _seed_torch(mix(*key))
+def reseed(mixed: int, layer: int) -> None:
+    """Seeds torch's generators, on the CPU and on the accelerator, for a layer under a key that is mixed already."""
+    _seed_torch(mixed ^ _of_layer(layer))
+
+
+@cache
+def _of_layer(layer: int) -> int:
+    return mix(layer)
 
 
 def _seed_torch(seed: int) -> None:
