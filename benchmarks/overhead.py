@@ -8,10 +8,16 @@ rank included, and `added cpu` what its thread computes more.
 
 Outside of the schedule is all but forward and backward: the exchange of what was logged, the sum of gradients, which
 here waits for the end of the schedule, and the optimizer. Values and a metric are how much longer a step is where it
-logs them. An action is what one of the schedule takes besides the user's step and torch's backward, its messages
-included; without a model only the executor and the messages are left. A message is half of the way to the other rank
-and back, with two actions that do nothing. The watch is what its threads compute in the time of a step of 100 ms, while
-the thread that trains sleeps.
+logs them.
+
+An action is what one of the schedule takes, its messages included, beyond its share of what a plain Trainer takes for
+forward and backward of batches as small as a microbatch. The part of it that is code of the user's own has a row for
+itself, and no limit: a step is entered once for each stage, and runs as far as the model's blocks. It is measured in
+the plain step, without the embeddings, which one stage runs. Without a model only the executor and the messages are
+left.
+
+A message is half of the way to the other rank and back, with two actions that do nothing. The watch is what its threads
+compute in the time of a step of 100 ms, while the thread that trains sleeps.
 """
 
 import logging
@@ -61,6 +67,7 @@ WATCH_LIMIT = 0.5
 """Milliseconds that the watch may compute in such a step."""
 
 ACTION, BARE_ACTION, WATCH = "action", "action without a model", "watch, in a step of 100 ms"
+ENTERED = "step entered once more, an action"
 
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 """Of messages, in KiB."""
@@ -165,24 +172,19 @@ class Times:
     Attributes:
         whole: Whole steps.
         inside: Their forward and backward.
-        work: What the user's step and torch's backward took of that.
+        entering: What plain ones took up to the first block, without the embeddings.
         losses: Their losses.
     """
 
     whole: list[Moment] = field(default_factory=list)
     inside: list[Moment] = field(default_factory=list)
-    work: list[Moment] = field(default_factory=list)
+    entering: list[Moment] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @property
     def outside(self) -> list[Moment]:
         """The rest of each step."""
         return [whole.less(inside) for whole, inside in zip(self.whole, self.inside, strict=True)]
-
-    @property
-    def around(self) -> list[Moment]:
-        """What is done in forward and backward around the work."""
-        return [inside.less(work) for inside, work in zip(self.inside, self.work, strict=True)]
 
 
 class Clock(Callback):
@@ -196,19 +198,33 @@ class Clock(Callback):
         self._times = times
         self._last: Moment | None = None
         self._inside: list[Moment] = []
-        self._work: list[Moment] = []
+        self._entering: list[Moment] = []
         self._backward = torch.autograd.backward
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Puts clocks around the schedule, and around the step and the backward that are in it or for themselves."""
+        """Puts clocks around the schedule, or around a plain step, its start and its backward."""
         own: Any = module
-        own.training_step = _timed(module.training_step, self._work)
-        torch.autograd.backward = _timed(self._backward, self._work)
         if isinstance(trainer.strategy, ChimeraStrategy):
             pipeline: Any = trainer.strategy.engine.pipeline
             pipeline.train = _timed(pipeline.train, self._inside)
-        else:
-            self._inside = self._work
+            return
+        step, base = own.training_step, own.model.transformer
+        embedding: list[Moment] = []
+
+        def enter(*args: Any) -> Tensor:
+            embedding[:] = [Moment.now()]
+            loss: Tensor = step(*args)
+            return loss
+
+        def reach(*_: Any) -> None:
+            start, *spent = embedding
+            self._entering.append(Moment.now().less(start).less(Moment.sum(spent)))
+
+        for part in (base.wte, base.wpe, base.drop):
+            part.forward = _timed(part.forward, embedding)
+        base.h[0].register_forward_pre_hook(reach)
+        own.training_step = _timed(enter, self._inside)
+        torch.autograd.backward = _timed(self._backward, self._inside)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Puts torch's function back."""
@@ -223,32 +239,31 @@ class Clock(Callback):
         if self._last is not None and batch_idx % BLOCK >= SKIPPED:
             times.whole.append(now.less(self._last))
             times.inside.append(Moment.sum(self._inside))
-            times.work.append(Moment.sum(self._work))
+            times.entering += self._entering
         self._inside.clear()
-        self._work.clear()
+        self._entering.clear()
         self._last = Moment.now()
 
 
 def _timed(function: Callable[..., Any], spent: list[Moment]) -> Callable[..., Any]:
-    """A function that notes what its calls take; a stage leaves the step by an exception."""
+    """A function that notes what its calls take."""
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = Moment.now()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            spent.append(Moment.now().less(start))
+        result = function(*args, **kwargs)
+        spent.append(Moment.now().less(start))
+        return result
 
     return timed
 
 
-def fit(times: Sequence[Times], blocks: int, strategy: ChimeraStrategy | None) -> None:
+def fit(times: Sequence[Times], blocks: int, strategy: ChimeraStrategy | None, rows: int = MICROBATCHES * ROWS) -> None:
     """Trains the module for some blocks of steps of each kind, plainly or as a pipeline."""
     torch.manual_seed(0)
     module = Module()
-    data = torch.randint(VOCABULARY, (blocks * len(KINDS) * BLOCK * MICROBATCHES * ROWS, LENGTH))
+    data = torch.randint(VOCABULARY, (blocks * len(KINDS) * BLOCK * rows, LENGTH))
     samples: Any = [{"input_ids": row, "labels": row} for row in data]
-    loader: DataLoader[Any] = DataLoader(samples, batch_size=MICROBATCHES * ROWS)
+    loader: DataLoader[Any] = DataLoader(samples, batch_size=rows)
     L.Trainer(
         max_epochs=1,
         devices=1 if strategy is None else RANKS,
@@ -314,10 +329,12 @@ def _rank(blocks: int, rounds: int) -> tuple[list[Figure], float]:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    plain, ours = [Times() for _ in KINDS], [Times() for _ in KINDS]
+    plain, small, ours = ([Times() for _ in KINDS] for _ in range(3))
     for _ in range(rounds):
         dist.barrier()
         fit(plain, blocks, None)
+        dist.barrier()
+        fit(small, blocks, None, ROWS)
         dist.barrier()
         strategy = ChimeraStrategy(
             num_microbatches=MICROBATCHES, gradient_sync="lazy", print_plan=False, timeout=TIMEOUT
@@ -328,17 +345,22 @@ def _rank(blocks: int, rounds: int) -> tuple[list[Figure], float]:
         for piped, reference in zip(ours, plain, strict=True)
         for one, other in zip(piped.losses, reference.losses, strict=True)
     ]
-    figures = [*_of_steps(plain, ours), *_of_messages(blocks * BLOCK), _of_watch(steps=blocks * BLOCK)]
+    figures = [*_of_steps(plain, small, ours), *_of_messages(blocks * BLOCK), _of_watch(steps=blocks * BLOCK)]
     return figures, max(differences)
 
 
-def _of_steps(plain: Sequence[Times], ours: Sequence[Times]) -> Iterator[Figure]:
-    """The rows that follow from whole steps."""
-    actions = sum(map(len, get_family("chimera").build(RANKS, MICROBATCHES).rows)) / RANKS
+def _of_steps(plain: Sequence[Times], small: Sequence[Times], ours: Sequence[Times]) -> Iterator[Figure]:
+    """The rows that follow from whole steps; the plain ones may be as small as microbatches."""
+    forwards = MICROBATCHES  # of a rank, which runs each microbatch on one of as many stages as there are ranks
+    passes = MICROBATCHES / RANKS  # of the whole model that they come to
+    work = Moment.median(small[0].inside).times(passes)
+    entered = Moment.median(small[0].entering).times(forwards - passes)
     usual = Moment.median(plain[0].whole), Moment.median(ours[0].whole)
     yield Figure("step", *usual)
     yield Figure("outside of the schedule", Moment.median(plain[0].outside), Moment.median(ours[0].outside))
-    yield Figure(ACTION, NONE, Moment.median(ours[0].around).times(1 / actions))
+    around = Moment.median(ours[0].inside).less(work).less(entered)
+    yield Figure(ACTION, NONE, around.times(1 / (2 * forwards)))
+    yield Figure(ENTERED, NONE, entered.times(1 / (2 * forwards)))
     for number, kind in enumerate(KINDS[1:], 1):
         in_plain, in_ours = Moment.median(plain[number].whole), Moment.median(ours[number].whole)
         yield Figure(kind.name, in_plain.less(usual[0]), in_ours.less(usual[1]))
