@@ -51,9 +51,9 @@ def extras_of(result: Any) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key != "loss"} if type(result) is dict else {}
 
 
-def detach(tree: Any) -> Any:
+def detach(tree: dict[str, Any]) -> dict[str, Any]:
     """A tree whose tensors have no graph."""
-    return apply_to_collection(tree, Tensor, Tensor.detach)
+    return apply_to_collection(tree, Tensor, Tensor.detach) if tree else tree
 
 
 def loss_of(result: Any, module: LightningModule) -> Tensor:

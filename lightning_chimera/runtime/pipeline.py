@@ -120,8 +120,8 @@ class Pipeline:
         """When the actions of the last training step ran."""
         self.hidden: list[torch.Size] = []
         """The shapes of the hidden states of its microbatches."""
-        self.peak_activations = 0.0
-        """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
+        self._peak = 0, 1
+        """Most parts held at one time in the last training step, and how many there are of a microbatch."""
         self.look: Look | None = None
         """Told what leaves a stage for another in training, and the losses."""
         self._work: _Training | None = None
@@ -130,6 +130,12 @@ class Pipeline:
     def is_training(self) -> bool:
         """Whether a training step runs, or has failed."""
         return self._work is not None
+
+    @property
+    def peak_activations(self) -> float:
+        """Most activations held at one time in the last training step, in the unit of ``Schedule.peak_activations``."""
+        held, parts = self._peak
+        return float(held * self._placement.share / parts)
 
     @property
     def in_flight(self) -> tuple[float, list[Tensor | Node]]:
@@ -165,7 +171,7 @@ class Pipeline:
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.hidden = [boundary.shape for boundary in work.known if boundary is not None]
-        self.peak_activations = float(work.peak * lowered.schedule.placement.share / parts)
+        self._peak = work.peak, parts
 
     def evaluate(self, batch: Any, call: Call, num_microbatches: int) -> Any:
         """Runs the user's step once on the whole batch; the rows that it gives to the model go through in parts.

@@ -90,6 +90,8 @@ class Outbox:
         self._room = torch.frombuffer(mmap.mmap(self._memory, ROOM), dtype=torch.uint8)
         self._sizes: dict[int, int] = {}
         self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._slots: dict[int, Tensor] = {}
+        """Where there is a slot, and as what it was used last."""
         self._end = 0
 
     def settle(self) -> None:
@@ -104,8 +106,7 @@ class Outbox:
         """
         place = self._place(tensor.nbytes)
         if place is not None:
-            slot = self._room[place : place + tensor.nbytes]
-            slot.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._slot(place, tensor).copy_(tensor)
         boundary = Boundary(tensor.shape, tensor.dtype).as_numbers()
         self._ring(_RECORD.pack(number, _ELSEWHERE if place is None else place, *boundary))
         return place is not None
@@ -139,6 +140,14 @@ class Outbox:
         if not free:
             self._take_back()
         return free.pop() if free else self._grow(size)
+
+    def _slot(self, place: int, tensor: Tensor) -> Tensor:
+        """A slot in the shape and type of a tensor."""
+        slot = self._slots.get(place)
+        if slot is None or slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            slot = self._room[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._slots[place] = slot
+        return slot
 
     def _take_back(self) -> None:
         """Notes the slots that the receiver has given back."""
