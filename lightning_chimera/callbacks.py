@@ -147,6 +147,22 @@ def _peak_flops(device: torch.device, precision: str) -> float:
     return float(get_available_flops(device, dtype) or 0.0)
 
 
+class ValidationLosses(Callback):
+    """Notes the loss of each validation, ``val/loss``.
+
+    Attributes:
+        values: The losses, in the order of the validations.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking and "val/loss" in trainer.callback_metrics:
+            self.values.append(trainer.callback_metrics["val/loss"].item())
+
+
 def measured_sums(timeline: Timeline, num_stages: int) -> list[float]:
     """How long the sums of each stage's gradients took, from when the last of its ranks had started one.
 

@@ -58,6 +58,11 @@ class Children:
             process.kill()
             process.wait()
 
+    def abandon(self) -> None:
+        """Ends them, as this process has failed before there was a watch that would have told them."""
+        self._is_over.set()
+        self.end()
+
     def join(self) -> None:
         """Waits for their end; if one fails, this process leaves with its exit code, as it might not by itself."""
         self._is_over.set()

@@ -3,14 +3,13 @@
 import multiprocessing
 import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -18,6 +17,8 @@ from lightning.pytorch.trainer.call import _interrupt
 from typing_extensions import override
 
 from lightning_chimera.children import Children, environment, look_after_parent, restore
+from lightning_chimera.commands import check_program, command, name_of_job
+from lightning_chimera.rendezvous import check_rendezvous, reserve_port
 from lightning_chimera.runtime.leaving import BOUND
 from lightning_chimera.runtime.watch import GRACE, stop_watching
 from lightning_chimera.threads import Threads
@@ -46,17 +47,30 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._threads = threads
         self._patience = patience
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True  # check_session and check_program say where it is not
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _look_at_module(trainer, self._check)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check_rendezvous(self.cluster_environment, self.num_nodes)
         starts = not self.cluster_environment.creates_processes_externally
+        if starts and self.num_processes > 1:
+            check_program()
         with self._threads.around(self.num_processes, starts=starts):
             if starts:
                 self._call_children_scripts()
             else:
                 look_after_parent()
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                if starts and _job is not None and not dist.is_initialized():  # nobody else tells them
+                    _job.children.abandon()
+                raise
 
     @override
     def kill(self, signum: int) -> None:
@@ -72,7 +86,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         global _job
         self._check_can_spawn_children()
         before = {name: os.environ.get(name) for name in _VARIABLES}
-        _reserve_port(self.cluster_environment)
+        reserve_port(self.cluster_environment)
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
@@ -81,13 +95,13 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         children = Children(self._patience)
         children.start(
             [
-                (command, {**os.environ, "LOCAL_RANK": str(local_rank)}, folder)
+                (arguments, {**os.environ, "LOCAL_RANK": str(local_rank)}, folder)
                 for local_rank in range(1, self.num_processes)
-                for command, folder in [_command(local_rank)]
+                for arguments, folder in [command(local_rank)]
             ]
         )
         self.procs = children.processes
-        _job = _Job(_name_of_job(), children, before)
+        _job = _Job(name_of_job(), children, before)
 
 
 class _Job(NamedTuple):
@@ -110,7 +124,7 @@ _job: _Job | None = None
 def leave_earlier_job() -> None:
     """Ends the processes of an earlier job of a sweep, so that the next one starts its own."""
     global _job
-    if _job is None or _job.name == _name_of_job():
+    if _job is None or _job.name == name_of_job():
         return
     job, _job = _job, None
     stop_watching()
@@ -120,55 +134,6 @@ def leave_earlier_job() -> None:
     restore(job.before)
 
 
-def _name_of_job() -> str | None:
-    """The job of a Hydra sweep that runs in this process now."""
-    hydra_config = sys.modules.get("hydra.core.hydra_config")
-    if hydra_config is None or not hydra_config.HydraConfig.initialized():
-        return None
-    config = hydra_config.HydraConfig.get()
-    return str(config.runtime.output_dir) if config.mode is not None and config.mode.name == "MULTIRUN" else None
-
-
-def _command(local_rank: int) -> tuple[list[str], str | None]:
-    """What runs this script once more for another rank, and where."""
-    hydra_config = sys.modules.get("hydra.core.hydra_config")
-    is_hydra = hydra_config is not None and hydra_config.HydraConfig.initialized()
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    if module is not None:
-        program = ["-m", module.name.removesuffix(".__main__")]
-    elif is_hydra:
-        from hydra.utils import to_absolute_path
-
-        program = [to_absolute_path(sys.argv[0])]
-    else:
-        program = [os.path.abspath(sys.argv[0])]
-    if hydra_config is None or not is_hydra:
-        return [sys.executable, *program, *sys.argv[1:]], None
-    from hydra.utils import get_original_cwd
-
-    config = hydra_config.HydraConfig.get()
-    return [
-        sys.executable,
-        *program,
-        *_arguments(sys.argv[1:], config),
-        f'hydra.run.dir="{config.runtime.output_dir}"',
-        f"hydra.job.name=train_ddp_process_{local_rank}",
-        "hydra.output_subdir=null",
-    ], get_original_cwd()
-
-
-def _arguments(given: Sequence[str], config: Any) -> list[str]:
-    """The arguments of a Hydra script for one job: in a sweep those of its own, instead of all."""
-    if _name_of_job() is None:
-        return list(given)
-    from hydra._internal.utils import get_args_parser
-
-    swept = set(get_args_parser().parse_args(list(given)).overrides)
-    kept = [argument for argument in given if argument not in swept and argument not in ("-m", "--multirun")]
-    own = [override for override in config.overrides.hydra if not override.startswith(("hydra.mode=", "hydra.sweep"))]
-    return [*kept, *own, *config.overrides.task]
-
-
 class FunctionLauncher(_MultiProcessingLauncher):
     """Starts the ranks by spawn or fork, after the module has been looked at.
 
@@ -176,25 +141,41 @@ class FunctionLauncher(_MultiProcessingLauncher):
         check: Looks at the module.
         threads: The threads of this process.
         num_processes: The processes on this node.
+        num_nodes: The number of nodes.
         strategy: The strategy.
         start_method: As in ``multiprocessing``.
     """
 
     def __init__(
-        self, check: Check, threads: Threads, num_processes: int, strategy: ParallelStrategy, start_method: Any
+        self,
+        check: Check,
+        threads: Threads,
+        num_processes: int,
+        num_nodes: int,
+        strategy: ParallelStrategy,
+        start_method: Any,
     ) -> None:
         super().__init__(strategy, start_method=start_method)
         self._check = check
         self._threads = threads
         self._num_processes = num_processes
+        self._num_nodes = num_nodes
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _look_at_module(trainer, self._check)
+        assert self._strategy.cluster_environment is not None
+        check_rendezvous(self._strategy.cluster_environment, self._num_nodes)
+        self.procs = []
         with environment(_VARIABLES), self._threads.around(self._num_processes, starts=True):
-            _reserve_port(self._strategy.cluster_environment)
+            reserve_port(self._strategy.cluster_environment)
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
+            except (AttributeError, TypeError, PicklingError) as error:
+                if not self.procs:
+                    raise self._refusal(error) from error
+                self._end()
+                raise
             except KeyboardInterrupt:
                 # To all, or to this process alone. Not SIGINT: a second one would end who has got it at once.
                 self.kill(signal.SIGTERM)
@@ -217,6 +198,15 @@ class FunctionLauncher(_MultiProcessingLauncher):
                 _interrupt(trainer, error)
             raise
 
+    def _refusal(self, error: Exception) -> Exception:
+        """What is said where no process was started since something can't be pickled."""
+        return MisconfigurationException(
+            f"start_method={self._start_method!r} sends the Trainer, the module and the data to new processes, and some"
+            f" of it can't be sent: {error}. Functions and classes must be at the top of a module, not inside of a"
+            " function or a lambda, and what belongs to this process, such as an open file, left out; or use"
+            " start_method='popen', or 'fork' on the CPU."
+        )
+
     def _end(self) -> None:
         """Ends what still runs, which this process would wait for without a bound at its end."""
         deadline = time.monotonic() + GRACE + BOUND
@@ -229,23 +219,3 @@ def _look_at_module(trainer: Trainer | None, check: Check) -> None:
     module = None if trainer is None else trainer.strategy.lightning_module
     if trainer is not None and module is not None:
         check(module, trainer)
-
-
-_reserved: list[socket.socket] = []
-
-
-def _reserve_port(environment: Any) -> None:
-    """Chooses the port of a run, where nobody else does, and keeps it from others until this process ends.
-
-    A port that was only looked for could be given to another run before this one listens on it. A socket that is bound
-    and does not listen keeps it; it allows its address to be used again, so that this run can.
-    """
-    if type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ or environment._main_port != -1:
-        return
-    if "STANDALONE_PORT" in os.environ:
-        return
-    keeper = socket.socket()
-    keeper.bind(("", 0))
-    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _reserved.append(keeper)
-    os.environ["MASTER_PORT"] = str(keeper.getsockname()[1])

@@ -31,17 +31,20 @@ def check_tasks(environment: ClusterEnvironment, devices: int, nodes: int) -> No
         _check_shell(environment)
         return
     tasks = int(os.environ["SLURM_NTASKS"])
-    if tasks > 1 and "SLURM_STEP_ID" not in os.environ:
+    started = int(os.environ.get("SLURM_STEP_NUM_TASKS", tasks if "SLURM_STEP_ID" in os.environ else 1))
+    if started < tasks:
         raise ValueError(
-            f"This process is alone, and the Slurm job {_job()} is for {tasks} tasks: the run would wait for"
-            f" {tasks - 1} ranks that nobody starts. Start it with srun, as in: srun python script.py"
+            f"This process is {'alone' if started == 1 else f'one of {started}'}, and the Slurm job {_job()} is for"
+            f" {tasks} tasks: the run would wait for {tasks - started} ranks that nobody starts. Start it with srun, as"
+            " in: srun python script.py"
         )
     environment.validate_settings(devices, nodes)
     if tasks != devices * nodes:
         raise ValueError(
-            f"srun has started {tasks} tasks, and the Trainer waits for {devices * nodes} processes"
-            f" (devices={devices} x num_nodes={nodes}). Give srun --nodes={nodes} --ntasks-per-node={devices}, or the"
-            " Trainer the numbers of the job."
+            f"The Slurm job {_job()} is for {tasks} task{'s' * (tasks > 1)}, and the Trainer waits for"
+            f" {devices * nodes} processes (devices={devices} x num_nodes={nodes}). Give sbatch or srun --nodes={nodes}"
+            f" --ntasks-per-node={devices}, or the Trainer the numbers of the job. A job named 'interactive' is taken"
+            " for a shell, in which one process starts those of its node."
         )
 
 
@@ -49,7 +52,9 @@ def _check_shell(environment: ClusterEnvironment) -> None:
     """Refuses a task of several that takes itself for a shell: each would start all ranks."""
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     name = SLURMEnvironment.job_name()
-    if tasks > 1 and name in _SHELLS and not environment.creates_processes_externally:
+    # Of srun --pty the first task has the terminal; the others of a shell end at once.
+    has_terminal = "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_PROCID") == "0"
+    if tasks > 1 and not has_terminal and name in _SHELLS and not environment.creates_processes_externally:
         raise ValueError(
             f"This process is task {os.environ.get('SLURM_PROCID')} of {tasks} of an srun, but its job is named"
             f" {name!r}, which Lightning takes for a shell: each task would start all ranks by itself. Name the step,"

@@ -18,7 +18,6 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
@@ -47,6 +46,7 @@ from lightning_chimera.checks import (
     recomputed_stages,
 )
 from lightning_chimera.clipping import release_clipping, route_clipping
+from lightning_chimera.commands import check_session
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Engine
 from lightning_chimera.facts import facts_of_optimizers, facts_of_run
@@ -66,6 +66,7 @@ from lightning_chimera.partition.compilation import (
 )
 from lightning_chimera.partition.stage import StageRunner
 from lightning_chimera.plan import plan_table, print_whole, share_nodes
+from lightning_chimera.rendezvous import meet
 from lightning_chimera.runtime.agreement import check_at_start, check_in_group
 from lightning_chimera.runtime.leaving import BOUND, leaving_after
 from lightning_chimera.runtime.meeting import meeting, met
@@ -253,6 +254,7 @@ class ChimeraStrategy(WholeModelCalls):
         if isinstance(self.cluster_environment, SLURMEnvironment):
             slurm.choose_port()
         start_method = self._settings.start_method
+        check_session(start_method, self.num_processes)
         if start_method == "popen":
             patience = self._settings.longest_wait.total_seconds()
             self._launcher = ScriptLauncher(
@@ -264,7 +266,9 @@ class ChimeraStrategy(WholeModelCalls):
                 self.num_nodes,
             )
         else:
-            self._launcher = FunctionLauncher(self._check_module, self._threads, self.num_processes, self, start_method)
+            self._launcher = FunctionLauncher(
+                self._check_module, self._threads, self.num_processes, self.num_nodes, self, start_method
+            )
 
     def _check_module(self, module: LightningModule, trainer: Trainer) -> None:
         """Refuses what can't be trained, before a process is started for it."""
@@ -296,7 +300,7 @@ class ChimeraStrategy(WholeModelCalls):
         # torch waits without a bound for the greeting of a store whose process has been stopped.
         with leaving_after(longest_wait.total_seconds() + GRACE + BOUND, self._unmet()):
             if not _distributed_is_initialized():
-                _init_dist_connection(environment, self._process_group_backend, timeout=longest_wait)
+                meet(environment, self._process_group_backend, longest_wait)
                 atexit.register(_leave_process_group)
             begin_watching(self._settings.longest_silence, self._where, self.topology.at, self._finalize_loggers)
 

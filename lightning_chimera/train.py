@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import CompactHydraException, InstantiationException
 from omegaconf import DictConfig
@@ -39,13 +40,8 @@ def run(config: DictConfig) -> float | None:
     import lightning as L
     from hydra.utils import instantiate
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.callbacks import LambdaCallback
 
-    losses: list[float] = []
-
-    def keep_loss(trainer: "L.Trainer", module: "L.LightningModule") -> None:
-        if not trainer.sanity_checking and "val/loss" in trainer.callback_metrics:
-            losses.append(trainer.callback_metrics["val/loss"].item())
+    from lightning_chimera.callbacks import ValidationLosses
 
     _leave_logging_to_hydra()
     L.seed_everything(config.seed, workers=True)
@@ -53,7 +49,7 @@ def run(config: DictConfig) -> float | None:
     datamodule = instantiate(config.data, _convert_="all")
     module = instantiate(config.model, _convert_="all")
     callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
-    callbacks.append(LambdaCallback(on_validation_end=keep_loss))
+    callbacks.append(seen := ValidationLosses())
     loggers = [_build_logger(name, logger) for name, logger in config.logger.items()]
     trainer = instantiate(config.trainer, logger=loggers, callbacks=callbacks, _convert_="all")
     try:
@@ -66,9 +62,42 @@ def run(config: DictConfig) -> float | None:
         if trainer.global_step > 0:
             raise
         raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+    # Of spawned processes this one gets the metrics only, and so the last loss.
+    last = [value.item() for name, value in trainer.callback_metrics.items() if name == "val/loss"]
+    losses = seen.values or last
     if trainer.is_global_zero:
         _print_summary(trainer, losses, Path(config.paths.output_dir))
     return losses[-1] if losses else None
+
+
+def _check_launch() -> None:
+    """Refuses ranks that somebody else has started where they would not agree on the run's folder, or on their number.
+
+    Raises:
+        CompactHydraException: `launch` does not say who has started them, or they were not told what it needs.
+    """
+    config = HydraConfig.get()
+    launch, name = config.runtime.choices.get("launch"), os.environ.get("TORCHELASTIC_RUN_ID")
+    if launch == "slurm" and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise CompactHydraException(
+            "launch=slurm takes the number of devices from the job's --ntasks-per-node, which was not given to sbatch"
+            " or srun."
+        )
+    if any(override.startswith("hydra.run.dir=") for override in config.overrides.hydra):
+        return
+    is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    is_task = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and not is_shell
+    right = "torchrun" if name is not None else "slurm" if is_task else "local"
+    if launch == "local" and right != launch:
+        raise CompactHydraException(
+            f"{'torchrun' if name is not None else 'srun'} has started this process as one of several, and each would"
+            f" choose a folder by its own clock. Add launch={right}, so that all have the same."
+        )
+    if launch == "torchrun" and name == "none":
+        raise CompactHydraException(
+            "torchrun gives the run's folder its name, and was not told one: the next run would go on in the same"
+            " folder. Start it with --rdzv-id=NAME, or on a single machine with --standalone, which makes one up."
+        )
 
 
 def _checkpoint(config: DictConfig) -> str | None:
@@ -119,7 +148,7 @@ def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) 
 
     lines = []
     if losses:
-        lines.append(("validation loss", f"{losses[0]:.3f} -> {losses[-1]:.3f}"))
+        lines.append(("validation loss", " -> ".join(f"{loss:.3f}" for loss in (*losses[:-1][:1], losses[-1]))))
     best = getattr(trainer.checkpoint_callback, "best_model_path", None)
     if best:
         lines.append(("best checkpoint", best))
@@ -135,6 +164,7 @@ def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_chimera.conf", config_name="train")
 def train(config: DictConfig) -> float | None:
     """Hydra's task function."""
+    _check_launch()
     return run(config)
 
 

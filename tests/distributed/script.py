@@ -86,6 +86,15 @@ class LosesItsParent(LanguageModule):
         time.sleep(60.0)
 
 
+class RaisesBeforeTheRanksMeet(LanguageModule):
+    """Raises on global rank 0 only."""
+
+    def configure_callbacks(self) -> Any:
+        if self.trainer.is_global_zero:
+            raise ValueError(f"raised before the ranks meet at {time.monotonic()} s")
+        return super().configure_callbacks()
+
+
 class LosesAWorker(LanguageModule):
     """Its loader's worker dies."""
 
@@ -117,6 +126,7 @@ def run(
     module: str = "LanguageModule",
     strategy: str = "chimera",
     devices: int = 2,
+    num_nodes: int = 1,
     blocks: int = 4,
     schedule: str | None = None,
     victim: tuple[int, str, str] | None = None,
@@ -129,7 +139,8 @@ def run(
         folder: Where to write.
         module: Name of the module's class.
         strategy: Its registered name, used where no options are given.
-        devices: Number of processes.
+        devices: Number of processes of a node.
+        num_nodes: Number of nodes.
         blocks: Blocks of the model.
         schedule: As in ``ChimeraStrategy``, or a key of ``SCHEDULES``.
         orphaned: When the process that has started the ranks is killed, as in ``LosesItsParent``.
@@ -151,6 +162,7 @@ def run(
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
+        num_nodes=num_nodes,
         strategy=lightning_chimera.ChimeraStrategy(**options) if options else strategy,
         max_epochs=1,
         logger=False,
@@ -169,6 +181,7 @@ def run(
         found = {
             "rank": trainer.global_rank,
             "pid": os.getpid(),
+            "port": os.environ.get("MASTER_PORT"),
             "loss": float(trainer.callback_metrics["train_loss"]),
             "state": {name: value.clone() for name, value in lightning_module.state_dict().items()},
         }

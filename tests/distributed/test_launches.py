@@ -4,20 +4,23 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor
 
+from lightning_chimera import commands, rendezvous
 from lightning_chimera.children import Children
 
 from . import script
 from .faults import Victim
 from .fidelity import Cell, make_trainer
-from .launches import PYTHON, TORCHRUN, forget_rank, launch
+from .launches import PYTHON, TORCHRUN, Ended, forget_rank, launch
 from .test_checkpoints import PLAIN
 from .users import ROWS, LanguageModule, make_loader, make_rows
 from .world import RankFailed, World
@@ -56,13 +59,18 @@ def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, met
 @pytest.mark.contract("Launch", "an error on one rank ends all of them soon, with that error on the screen")
 @pytest.mark.parametrize(
     ("module", "strategy"),
-    [("RaisesAfterTheModel", "chimera_1f1b"), ("RaisesBeforeTheModel", "chimera")],
+    [
+        ("RaisesAfterTheModel", "chimera_1f1b"),
+        ("RaisesBeforeTheModel", "chimera"),
+        pytest.param("RaisesBeforeTheRanksMeet", "chimera", marks=pytest.mark.long),
+    ],
 )
 def test_an_error_on_one_rank_ends_all_and_is_on_the_screen(tmp_path: Path, module: str, strategy: str) -> None:
     ended = launch(tmp_path, module=module, strategy=strategy, devices=2, limit=60.0)
     assert ended.code not in (0, None), ended.screen
-    where = "after" if module == "RaisesAfterTheModel" else "before"
-    raised = re.search(rf"ValueError: raised {where} the model at ([\d.]+) s", ended.screen)
+    where = {"RaisesAfterTheModel": "after the model", "RaisesBeforeTheModel": "before the model"}
+    said = where.get(module, "before the ranks meet")
+    raised = re.search(rf"ValueError: raised {said} at ([\d.]+) s", ended.screen)
     assert raised is not None, ended.screen
     assert ended.at - float(raised[1]) < 20.0
 
@@ -166,16 +174,22 @@ BAD = {
 }
 
 
-def start_alone(options: dict[str, Any]) -> None:
+def start_alone(options: dict[str, Any], variables: dict[str, str] | None = None) -> None:
     """Runs the script in this process, as if nobody had launched it."""
-    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
+    forget_rank()
+    os.environ.update(variables or {})
+    rendezvous._PATIENCE = 0.0
+    start_nothing()
+    script.run(**options)
+
+
+def start_nothing() -> None:
+    """Has this process fail where it would start another one."""
 
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
     subprocess.Popen = BaseProcess.start = start
-    script.run(**options)
 
 
 @pytest.mark.contract(
@@ -196,6 +210,188 @@ def test_good_input_would_start_a_process(world: World) -> None:
     for method in ("popen", "spawn"):
         with pytest.raises(RankFailed, match="a process was started"):
             world.run(start_alone, {"start_method": method}, size=1)
+
+
+SLURM_SHELL = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+
+
+def test_a_shell_of_a_slurm_job_would_start_processes(world: World) -> None:
+    with pytest.raises(RankFailed, match="a process was started"):
+        world.run(start_alone, {}, SLURM_SHELL, size=1)
+    with pytest.raises(RankFailed, match="This process is alone, and the Slurm job 7 is for 4 tasks"):
+        world.run(start_alone, {"devices": 4}, {**SLURM_SHELL, "SLURM_JOB_NAME": "train"}, size=1)
+
+
+NOWHERE = {
+    "a machine without a number": ({"num_nodes": 2}, {}, "num_nodes=2, without NODE_RANK and MASTER_PORT"),
+    "an unknown address": (
+        {},
+        {"MASTER_ADDR": "nowhere.invalid"},
+        "='nowhere.invalid': .* knows no machine of that",
+    ),
+}
+
+
+@pytest.mark.contract(
+    "Launch", "machines that don't know where to meet, before any process is started and before they wait", "refused"
+)
+@pytest.mark.parametrize("method", ["popen", "spawn"])
+@pytest.mark.parametrize(("options", "variables", "message"), NOWHERE.values(), ids=NOWHERE)
+def test_ranks_that_cannot_meet_are_not_started(
+    world: World, options: dict[str, Any], variables: dict[str, str], message: str, method: str
+) -> None:
+    with pytest.raises(RankFailed, match=message) as info:
+        world.run(start_alone, {"start_method": method, **options}, variables, size=1)
+    assert info.value.error.startswith("ValueError")
+
+
+def start_from_a_pipe() -> None:
+    main: Any = sys.modules["__main__"]
+    main.__spec__, main.__file__ = None, "<stdin>"
+    start_alone({})
+
+
+@pytest.mark.contract("Launch", "`popen` in `python -c`, a pipe or a notebook, where there is no script", "refused")
+def test_a_program_from_a_pipe_is_refused_before_a_process_is_started(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"there is no file of it.*start_method='fork'"):
+        world.run(start_from_a_pipe, size=1)
+
+
+def be_a_notebook() -> None:
+    forget_rank()
+    commands._IS_INTERACTIVE = accelerator_connector._IS_INTERACTIVE = True
+
+
+def start_in_a_notebook() -> None:
+    be_a_notebook()
+    start_alone({})
+
+
+def train_in_a_notebook() -> float:
+    be_a_notebook()
+    torch.manual_seed(0)
+    trainer = make_trainer(Cell("chimera", 2, strategy=(("start_method", "fork"),)), max_epochs=1)
+    trainer.fit(LanguageModule(exact=False), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.contract("Launch", '`start_method="fork"` in notebooks and interactive sessions')
+def test_a_notebook_forks_or_is_told_to(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"start_method='fork'\), devices=2\)"):
+        world.run(start_in_a_notebook, size=1)
+    ((loss, _),) = world.run(train_plainly, size=1)
+    assert world.run(train_in_a_notebook, size=1) == [pytest.approx(loss, rel=1e-4)]
+
+
+def fit_what_cannot_be_sent(what: str, method: str) -> None:
+    forget_rank()
+
+    class Local(LanguageModule):
+        pass
+
+    module = Local(exact=False) if what == "class" else LanguageModule(exact=False)
+    if what == "lambda":
+        module.double = lambda x: 2 * x
+    trainer = make_trainer(Cell("1f1b", 2, strategy=(("start_method", method),)), max_epochs=1)
+    trainer.fit(module, make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+
+
+@pytest.mark.contract(
+    "Launch",
+    '`start_method="spawn"` with a lambda or a class of a function, before any process is started',
+    "refused",
+    "Lightning#8130",
+)
+@pytest.mark.parametrize(
+    ("what", "method", "name"), [("lambda", "spawn", "<lambda>"), ("class", "forkserver", "Local")]
+)
+def test_what_cannot_be_sent_to_another_process_is_named(world: World, what: str, method: str, name: str) -> None:
+    where = rf"start_method='{method}' sends .* can't be sent: .*fit_what_cannot_be_sent.<locals>.{name}'\. .*'popen'"
+    with pytest.raises(RankFailed, match=where):
+        world.run(fit_what_cannot_be_sent, what, method, size=1, limit=30.0)
+
+
+def train_in_a_job(kind: str) -> tuple[int, int, float]:
+    """Global rank, world size and loss of a rank that a job has started."""
+    rank = os.environ["LOCAL_RANK"]
+    if kind == "srun":
+        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+    else:
+        os.environ["RANK"] = rank
+    start_nothing()
+    torch.manual_seed(0)
+    trainer = make_trainer(Cell("1f1b", 2), max_epochs=1)
+    trainer.fit(LanguageModule(exact=False), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    return trainer.global_rank, trainer.world_size, float(trainer.callback_metrics["train_loss"])
+
+
+SLURM_TASK = {**SLURM_SHELL, "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0"}
+ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}
+TWO_TASKS = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "2"}
+WORKER = {"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+
+
+@pytest.mark.contract(
+    "Launch",
+    "torchrun in a task or in a shell of a Slurm job: the ranks are those of torchrun",
+    reported="Lightning#18466, Lightning#13605, Lightning#11406",
+)
+@pytest.mark.parametrize(
+    ("kind", "variables"),
+    [
+        ("srun", {**SLURM_TASK, **TWO_TASKS}),
+        ("torchrun", {**SLURM_TASK, **ONE_TASK, **WORKER}),
+        ("torchrun", {**SLURM_SHELL, **WORKER}),
+    ],
+    ids=["srun", "torchrun in a task", "torchrun in a shell"],
+)
+def test_each_rank_of_a_job_is_there_once(world: World, kind: str, variables: dict[str, str]) -> None:
+    ranks = world.run(train_in_a_job, kind, size=2, env=variables)
+    ((loss, _),) = world.run(train_plainly, size=1)
+    assert ranks == [(rank, 2, pytest.approx(loss, rel=1e-4)) for rank in (0, 1)]
+
+
+def fit_on_unequal_machines() -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"]
+    make_trainer(Cell("1f1b", 2), devices=3, num_nodes=2, max_epochs=1).fit(LanguageModule(), make_loader([]))
+
+
+@pytest.mark.contract("Launch", "machines with unequal numbers of ranks", "refused", "Lightning#19898, Lightning#19961")
+def test_machines_with_unequal_numbers_of_ranks_are_refused(world: World) -> None:
+    variables = {**WORKER, "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    with pytest.raises(RankFailed, match=r"devices=3.*num_nodes=2.* world size \(4\)"):
+        world.run(fit_on_unequal_machines, size=1, env=variables)
+
+
+@pytest.mark.long
+def test_runs_that_start_at_the_same_moment_do_not_meet(world: World, tmp_path: Path) -> None:
+    methods = ["popen", "popen", "spawn", "spawn"]
+
+    def start(number: int) -> Ended:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        return launch(folder, folder=str(folder), start_method=methods[number], schedule="1f1b", limit=200.0)
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(start, range(len(methods))))
+    assert [one.code for one in ended] == [0] * len(methods), "\n".join(one.screen for one in ended)
+    found = [[torch.load(path) for path in (tmp_path / str(number)).glob("*.pt")] for number in range(len(methods))]
+    assert [len(told) for told in found] == [2, 2, 1, 1]
+    assert len({told["port"] for told in (*found[0], *found[1])}) == 2
+    ((loss, _),) = world.run(train_plainly, size=1)
+    for told in (told for of_run in found for told in of_run):
+        assert told["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.contract("Loop", "several optimizers", "refused")

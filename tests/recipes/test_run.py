@@ -4,13 +4,15 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.errors import CompactHydraException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_chimera.train import run
+from lightning_chimera.train import _check_launch, run
 
 TINY = ["gpt2_tiny", "bert_tiny"]
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1"]
@@ -43,15 +45,25 @@ def logged_to_tensorboard(folder: Path, name: str) -> list[float]:
     return [event.value for event in accumulator.Scalars(name)]
 
 
-def command_line(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+MODULE = (sys.executable, "-m", "lightning_chimera.train")
+CONSOLE = (str(Path(sys.executable).with_name("lightning-chimera-train")),)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_chimera.train")
+
+
+def command_line(
+    tmp_path: Path,
+    *arguments: str,
+    program: Sequence[str] = MODULE,
+    folder: str | None = "hydra.run.dir={}/run",
+    limit: float = 110.0,
+) -> subprocess.CompletedProcess[str]:
     """Runs the command away from the repository; LOCAL_RANK and the like of this process stay here."""
     tmp_path.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "lightning_chimera.train", *arguments]
-    folders = [f"hydra.run.dir={tmp_path}/run", f"paths.cache_dir={tmp_path}/cache"]
+    folders = [f"paths.cache_dir='{tmp_path}/cache'", *([] if folder is None else [folder.format(tmp_path)])]
     ranks = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     return subprocess.run(
-        [*command, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+        [*program, *arguments, *folders], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=limit
     )
 
 
@@ -83,19 +95,28 @@ def test_debug_goes_through_the_motions(recipe, compose_run, tmp_path):
 
 
 @pytest.mark.contract("Loggers and profilers", "several loggers at once, such as CSV and TensorBoard, by config")
-@pytest.mark.parametrize("recipe", TINY)
-def test_recipe_trains_as_a_pipeline_as_it_does_on_a_single_device(recipe, compose_run, tmp_path):
+@pytest.mark.contract(
+    "Launch",
+    "a Hydra application: all ranks write to one folder, by `python -m` or a console script, with `hydra.job.chdir` and"
+    " with spaces in paths",
+    reported="Lightning#2727, Lightning#5629, Lightning#18175",
+)
+@pytest.mark.parametrize(
+    ("recipe", "program", "own"), [("gpt2_tiny", MODULE, []), ("bert_tiny", CONSOLE, ["hydra.job.chdir=true"])]
+)
+def test_recipe_trains_as_a_pipeline_as_it_does_on_a_single_device(recipe, program, own, compose_run, tmp_path):
     run(compose_run(recipe, *QUICK, *SINGLE, *NO_DROPOUT[recipe]))
-    options = [*QUICK, *NO_DROPOUT[recipe], "logger=[csv,tensorboard]"]
-    result = command_line(tmp_path / "pipeline", "--config-name", recipe, *options)
+    options = [*QUICK, *NO_DROPOUT[recipe], "logger=[csv,tensorboard]", *own]
+    work = tmp_path / "a pipeline"
+    result = command_line(work, "--config-name", recipe, *options, program=program, folder=None)
     assert result.returncode == 0, result.stderr
-    folder = tmp_path / "pipeline" / "run"
+    (folder,) = (work / "runs" / recipe).iterdir()  # named after the time, which is another one for each rank
     for name in ("train/loss", "val/loss"):
         assert logged(folder, name) == pytest.approx(logged(tmp_path, name), rel=1e-5)
         assert logged_to_tensorboard(folder, name) == pytest.approx(logged(tmp_path, name), rel=1e-5)
     assert result.stdout.count("validation loss ") == 1, "one rank reports"
     assert list((folder / "checkpoints").glob("*.ckpt"))
-    assert {path.name for path in folder.parent.iterdir()} == {"cache", "run"}, "all ranks use one folder"
+    assert {path.name for path in work.iterdir()} == {"cache", "runs"}, "all ranks use one folder"
 
 
 @pytest.mark.parametrize("recipe", SHRUNK)
@@ -111,6 +132,45 @@ def test_a_large_recipe_trains_as_a_pipeline_when_it_is_shrunk(recipe, tmp_path)
     assert result.returncode == 0, result.stderr
     assert "4 stages, 2 pipes" in result.stdout
     assert len(logged(tmp_path / "run", "train/loss")) == 2
+
+
+@pytest.mark.contract("Launch", "`torchrun ... -m lightning_chimera.train launch=torchrun` on one machine")
+@pytest.mark.long
+def test_torchrun_trains_a_recipe_as_a_single_device_does(compose_run, tmp_path):
+    run(compose_run("gpt2_tiny", *QUICK, *SINGLE, *NO_DROPOUT["gpt2_tiny"]))
+    options = ["--config-name", "gpt2_tiny", *QUICK, *NO_DROPOUT["gpt2_tiny"], "launch=torchrun"]
+    standalone = (*TORCHRUN[:3], "--standalone", *TORCHRUN[3:])
+    for _ in range(2):
+        result = command_line(tmp_path / "two", *options, program=standalone, folder=None)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("validation loss ") == 1, "one rank reports"
+    folders = list((tmp_path / "two" / "runs" / "gpt2_tiny").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert logged(folder, "val/loss") == pytest.approx(logged(tmp_path, "val/loss"), rel=1e-5)
+        assert {path.name for path in folder.glob("*.log")} == {"rank-0.log", "rank-1.log"}
+
+
+@pytest.mark.contract("Launch", "ranks of torchrun or srun that would not agree on the run's folder", "refused")
+@pytest.mark.parametrize(
+    ("launch", "variables", "message"),
+    [
+        ("local", {"TORCHELASTIC_RUN_ID": "7"}, "torchrun has started this process .* Add launch=torchrun"),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, "Start it with --rdzv-id=NAME, or .* --standalone"),
+        ("slurm", {"SLURM_JOB_ID": "7"}, "from the job's --ntasks-per-node, which was not given"),
+        ("local", {"SLURM_STEP_NUM_TASKS": "2"}, "srun has started this process .* Add launch=slurm"),
+    ],
+)
+def test_ranks_that_would_not_agree_on_a_folder_are_told_so(compose_run, monkeypatch, launch, variables, message):
+    given = {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "RANK": "0", **variables}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    compose_run("gpt2_tiny", f"launch={launch}")
+    with pytest.raises(CompactHydraException, match=message):
+        _check_launch()
+    if launch != "slurm":
+        compose_run("gpt2_tiny", f"launch={launch}", "hydra.run.dir=somewhere")
+        _check_launch()
 
 
 def test_an_unknown_option_ends_with_the_known_ones(tmp_path):
@@ -144,14 +204,36 @@ def test_a_mistake_in_the_data_ends_with_its_message(compose_run, tmp_path):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.contract("Launch", "A Hydra sweep whose jobs run one after the other, each with processes of its own")
+SWEEP = ["optimizer.lr=0.0,0.01", "scheduler.num_warmup_steps=0"]
+
+
+@pytest.mark.contract("Launch", "a Hydra sweep whose jobs run one after the other, each with processes of its own")
 def test_the_jobs_of_a_sweep_each_train_as_a_pipeline(tmp_path: Path) -> None:
-    rates = "optimizer.lr=0.0,0.01", "scheduler.num_warmup_steps=0"
     done = command_line(
-        tmp_path, "-m", "--config-name", "gpt2_tiny", *QUICK, *rates, f"hydra.sweep.dir={tmp_path}/sweep"
+        tmp_path, "-m", "--config-name", "gpt2_tiny", *QUICK, *SWEEP, f"hydra.sweep.dir={tmp_path}/sweep"
     )
     assert done.returncode == 0, done.stderr
     still, moved = (logged(tmp_path / "sweep" / job, "val/loss") for job in ("0", "1"))
     assert still[0] == still[1]
     assert moved[0] != moved[1]
     assert done.stdout.count("global rank") >= 2  # a plan for each
+
+
+@pytest.mark.contract(
+    "Launch", "the jobs of a sweep train as runs of their own, by `popen` and `spawn`, with `hydra.job.chdir`"
+)
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("method", ["popen", "spawn"])
+def test_a_job_of_a_sweep_trains_as_a_run_of_its_own(compose_run, tmp_path: Path, method: str) -> None:
+    own = [*QUICK, "data.num_workers=0", *NO_DROPOUT["gpt2_tiny"], "scheduler.num_warmup_steps=0"]
+    started = [f"+trainer.strategy.start_method={method}", "hydra.job.chdir=true", f"hydra.sweep.dir={tmp_path}/sweep"]
+    rates = "optimizer.lr=0.01,0.02"
+    done = command_line(tmp_path, "-m", "--config-name", "gpt2_tiny", *own, *started, rates, limit=300.0)
+    assert done.returncode == 0, done.stderr
+    for job, rate in (("0", "0.01"), ("1", "0.02")):
+        alone = [f"optimizer.lr={rate}", f"hydra.runtime.output_dir={tmp_path}/{job}"]
+        run(compose_run("gpt2_tiny", *own, *SINGLE, *alone))
+        expected = pytest.approx(logged(tmp_path / job, "val/loss"), rel=1e-5)
+        assert logged(tmp_path / "sweep" / job, "val/loss") == expected
+        assert list((tmp_path / "sweep" / job / "checkpoints").glob("*.ckpt"))
