@@ -85,12 +85,14 @@ class NonfiniteGuard:
         Raises:
             FloatingPointError: They are not finite, and that is to be an error.
         """
-        named = dict(self._engine.module.named_parameters())
-        spoiled = [] if self._scales else _spoiled(named)
-        anywhere = torch.tensor(int(bool(spoiled)))
+        gradients = [parameter.grad for parameter in self._engine.ownership.held() if parameter.grad is not None]
+        here = not self._scales and not _are_finite(gradients)
+        anywhere = torch.tensor(int(here))
         if not self._scales:
             dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self._engine.groups.world)
         if anywhere or self._losses:
+            named = dict(self._engine.module.named_parameters())
+            spoiled = _spoiled(named) if here else []
             what = "The gradients" if anywhere else f"The loss ({self._losses[0]})"
             said = self._say(f"{what} of the step after step {step} {'are' if anywhere else 'is'} not finite.", spoiled)
             if self._mode == "raise":
@@ -121,16 +123,20 @@ class NonfiniteGuard:
         return f"{what} What left the stages, and all gradients, are finite: no label of the batch counts, perhaps."
 
 
+def _are_finite(gradients: list[Tensor]) -> bool:
+    """Whether all entries are finite, which is read from the device once."""
+    if not gradients:
+        return True
+    # A norm is finite only where all entries are, and costs a fraction of a look at each. That of large ones overflows.
+    norms = torch._foreach_norm(gradients)
+    return bool(torch.stack([norm.float() for norm in norms]).sum().isfinite()) or all(map(_is_finite, gradients))
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(torch.linalg.vector_norm(gradient, float("inf")).isfinite())
+
+
 def _spoiled(named: dict[str, torch.nn.Parameter]) -> list[str]:
     """The names of the parameters on this rank whose gradients are not finite."""
-    held = [name for name, parameter in named.items() if parameter.grad is not None and not parameter.is_meta]
-    if not held:
-        return []
-    norms = torch._foreach_norm([_gradient(named[name]) for name in held], float("inf"))
-    finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
-    return [name for name, is_finite in zip(held, finite, strict=True) if not is_finite]
-
-
-def _gradient(parameter: torch.nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    held = ((name, parameter.grad) for name, parameter in named.items() if not parameter.is_meta)
+    return [name for name, gradient in held if gradient is not None and not _is_finite(gradient)]
