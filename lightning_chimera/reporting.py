@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 from torchmetrics.wrappers import Running
 
+from lightning_chimera.partition.shadows import Shadows
 from lightning_chimera.runtime.packing import Constant
 
 _IN_STEPS = "_chimera_in_steps"
@@ -130,7 +131,7 @@ def recording(module: LightningModule, paths: dict[int, str]) -> Iterator[list[L
         kept, dtype = (None, torch.get_default_dtype()) if value is None else recorded(value)
         calls.append(LogCall(name, kept, dtype, path, options))
 
-    with _logging_by(module, log):
+    with Shadows([(module, "log", log)]):
         yield calls
 
 
@@ -190,20 +191,8 @@ def silent(module: LightningModule) -> Iterator[None]:
             " the last stage only. Log in the step, in on_before_backward or in on_after_backward."
         )
 
-    with _logging_by(module, log):
+    with Shadows([(module, "log", log)]):
         yield
-
-
-@contextmanager
-def _logging_by(module: LightningModule, log: Callable[..., None]) -> Iterator[None]:
-    before = vars(module).get("log")
-    module.__dict__["log"] = log
-    try:
-        yield
-    finally:
-        del module.__dict__["log"]
-        if before is not None:
-            module.__dict__["log"] = before
 
 
 def combine(reports: Sequence[Report]) -> list[LogCall]:

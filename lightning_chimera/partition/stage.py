@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_chimera.partition.anatomy import Anatomy
 from lightning_chimera.partition.heads import Scales, weigh_terms
+from lightning_chimera.partition.shadows import Shadow, Shadows
 
 Receive = Callable[[torch.Size], Tensor | None]
 """Gives the activation that enters a stage, of the shape it is told; ``None`` on the first stage."""
@@ -287,11 +288,11 @@ class StageRunner:
     ) -> Passage:
         """Calls the user's step with ``walk`` in the place of the base model's forward."""
         base, top = self.anatomy.base, self.anatomy.top
-        shadows: list[_Shadow] = [(top, "generate", _refuse_generate), (base, "forward", self._once(passage, walk))]
+        shadows: list[Shadow] = [(top, "generate", _refuse_generate), (base, "forward", self._once(passage, walk))]
         if top is not base:
             shadows.append((top, "forward", self._watched(passage.head, scales, splits=splits)))
         try:
-            with _Shadows(shadows):
+            with Shadows(shadows):
                 passage.left = call()
         except StageExit as leaving:
             passage.left = leaving.hidden
@@ -389,11 +390,11 @@ class StageRunner:
         self, forward: Callable[..., Any], given: dict[str, Any], entered: Tensor | None, places: list[Any]
     ) -> Any:
         """Runs the base model's own forward over a list of places."""
-        shadows: list[_Shadow] = [(self._container, self._attribute, places)]
+        shadows: list[Shadow] = [(self._container, self._attribute, places)]
         if entered is not None:
             nothing = self._nothing_like(entered)
             shadows += [(module, name, lambda *_args, **_kwargs: nothing) for module, name in self._prologue]
-        with _Shadows(shadows):
+        with Shadows(shadows):
             return forward(**given)
 
     def _nothing_like(self, entered: Tensor) -> Tensor:
@@ -445,32 +446,3 @@ def _owner(base: nn.Module, path: str) -> tuple[nn.Module, str]:
     """The module that holds another, and its name there."""
     above, _, name = path.rpartition(".")
     return base.get_submodule(above), name
-
-
-_Shadow = tuple[nn.Module, str, Any]
-"""An attribute that is put in front of a module's own: the module, its name, and its value."""
-
-
-class _Shadows:
-    """Puts attributes in front of modules' own for a while.
-
-    A class, since a context for each pass that is made of a generator costs several times as much.
-
-    Args:
-        shadows: The attributes.
-    """
-
-    def __init__(self, shadows: Sequence[_Shadow]) -> None:
-        self._shadows = shadows
-        self._before: list[dict[str, Any]] = []
-
-    def __enter__(self) -> None:
-        for module, name, value in self._shadows:
-            own = module.__dict__
-            self._before.append({name: own[name]} if name in own else {})
-            own[name] = value
-
-    def __exit__(self, *_: object) -> None:
-        for (module, name, _value), before in zip(reversed(self._shadows), reversed(self._before), strict=True):
-            module.__dict__.pop(name, None)
-            module.__dict__.update(before)
