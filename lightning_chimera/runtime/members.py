@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class Member(NamedTuple):
         space: The space of process numbers that it is in: which boot of which machine, and container.
         pid: Its process number.
         born: When it was started, since numbers are used again.
-        screen: The file that its errors go to.
+        screen: Where its errors are shown.
     """
 
     rank: int
@@ -33,10 +34,10 @@ class Member(NamedTuple):
     @classmethod
     def of_this_process(cls, rank: int) -> "Member":
         """This process, as the others know it."""
-        host, screen = socket.gethostname(), os.fstat(2)
+        host = socket.gethostname()
         space = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{os.readlink('/proc/self/ns/pid')}"
         _, born = _look("self") or ("", 0)
-        return cls(rank, host, space, os.getpid(), born, f"{host}:{screen.st_dev}:{screen.st_ino}")
+        return cls(rank, host, space, os.getpid(), born, _screen(host))
 
     def is_near(self, other: "Member") -> bool:
         """Whether two processes can see each other."""
@@ -51,6 +52,14 @@ class Member(NamedTuple):
         """Whether a signal or a debugger holds it; asked of one that is near."""
         found = _look(str(self.pid))
         return found is not None and found[1] == self.born and found[0] in _STOPPED
+
+
+def _screen(host: str) -> str:
+    """The file that errors of this process go to; srun has a pipe to each task, and shows all on one screen."""
+    file, step = os.fstat(2), os.environ.get("SLURM_STEP_ID")
+    if step is not None and not stat.S_ISREG(file.st_mode):
+        return f"step {os.environ.get('SLURM_JOB_ID')}.{step}"
+    return f"{host}:{file.st_dev}:{file.st_ino}"
 
 
 def _look(pid: str) -> tuple[str, int] | None:

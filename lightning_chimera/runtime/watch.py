@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -141,8 +141,7 @@ class Watcher:
             silence(error)  # it is on the screen already
         elif is_silent:
             os.write(2, text.encode(errors="replace"))
-        if self._keeper == self._rank:
-            self._wait_until_seen()
+        self._wait_until_seen(self._others)
 
     def _waits_for(self) -> str:
         """Whom this rank waits for, and where that one is."""
@@ -162,9 +161,11 @@ class Watcher:
             time.sleep(0.05)
         return self._verdict
 
-    def _wait_until_seen(self) -> None:
-        """Keeps the store until the others know."""
-        keys = [self._seen(other) for other in self._others]
+    def _wait_until_seen(self, ranks: Sequence[int]) -> None:
+        """Keeps the store, if it is here, until others know: they would take this rank for the one that has failed."""
+        if self._keeper != self._rank:
+            return
+        keys = [self._seen(rank) for rank in ranks]
         deadline = time.monotonic() + BOUND / 2
         while time.monotonic() < deadline and not self._ask(lambda: self._store.check(keys)):
             time.sleep(0.02)
@@ -364,6 +365,7 @@ class Watcher:
         threading.Thread(target=exit_later, daemon=True).start()
         if self._prints(verdict):
             os.write(2, verdict.text.encode(errors="replace"))
+        self._wait_until_seen([rank for rank in self._others if rank != verdict.rank and not self._is_dead(rank)])
         leave_nothing(verdict, self._members)
         os._exit(1)
 
