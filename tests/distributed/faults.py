@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import Dataset
 
 from .fidelity import Cell, make_trainer
 from .users import ROWS, LanguageModule, Row, make_loader, make_rows
@@ -123,6 +124,36 @@ def suffer(
         trainer.fit(Victim(rank, fault, place, folder), make_loader(rows), make_loader(rows[:ROWS]))
     finally:
         Path(folder, f"ended-{trainer.global_rank}").write_text(str(time.monotonic()))
+
+
+class Broken(Dataset[Row]):
+    """Rows, one of which can't be had, or kills who reads it.
+
+    Args:
+        fault: ``SIGKILL``, ``ValueError`` or ``IndexError``.
+        row: The row.
+    """
+
+    def __init__(self, fault: str, row: int) -> None:
+        self.rows, self.fault, self.row = make_rows("gpt2", 4 * ROWS, padded=False), fault, row
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        if index == self.row:
+            if self.fault == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"IndexError": IndexError, "ValueError": ValueError}[self.fault](f"row {index}")
+        return self.rows[index]
+
+
+SAYS_OF_ROW = {
+    "SIGKILL": "RuntimeError: DataLoader worker (pid",
+    "ValueError": "ValueError: Caught ValueError in DataLoader worker process 0.",
+    "IndexError": "IndexError: Caught IndexError in DataLoader worker process 0.",
+}
+"""The errors of the rank whose loader's worker reads such a row."""
 
 
 def meet_at(seconds: float, fault: str, folder: str) -> None:

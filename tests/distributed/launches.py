@@ -77,7 +77,7 @@ def _kill_what_is_left(process: subprocess.Popen[bytes], mark: str, patience: fl
     """Kills the run's processes; whether there were any long after the end of the first one."""
     deadline = time.monotonic() + (patience if process.poll() is not None else 0.0)
     is_late = False
-    while left := _marked(mark):
+    while left := processes_of(mark):
         is_late = is_late or time.monotonic() > deadline
         for pid in left if is_late else ():
             try:
@@ -89,7 +89,7 @@ def _kill_what_is_left(process: subprocess.Popen[bytes], mark: str, patience: fl
     return is_late
 
 
-def _marked(mark: str) -> list[int]:
+def processes_of(mark: str) -> list[int]:
     """The processes that have inherited a variable; torchrun's workers are in sessions of their own."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):

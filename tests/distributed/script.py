@@ -14,7 +14,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +22,7 @@ from lightning_chimera.schedules import Placement, forward_only, gpipe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from distributed.faults import Victim
+from distributed.faults import Broken, Victim
 from distributed.users import ROWS, LanguageModule, Row, make_loader, make_rows
 
 
@@ -95,22 +94,6 @@ class RaisesBeforeTheRanksMeet(LanguageModule):
         return super().configure_callbacks()
 
 
-class LosesAWorker(LanguageModule):
-    """Its loader's worker dies."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(_DeadlyRows(make_rows("gpt2", 4 * ROWS)), ROWS, num_workers=1)
-
-
-class _DeadlyRows(list[Any]):
-    """Rows, the 9th of which kills who reads it."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == 8:
-            os._exit(1)
-        return super().__getitem__(index)
-
-
 SCHEDULES: dict[str, Any] = {
     "for more ranks": lambda stages, microbatches: gpipe(stages + 1, microbatches),
     "for more microbatches": lambda stages, microbatches: gpipe(stages, microbatches + 1),
@@ -131,6 +114,7 @@ def run(
     schedule: str | None = None,
     victim: tuple[int, str, str] | None = None,
     orphaned: str | None = None,
+    broken: str | None = None,
     **options: Any,
 ) -> None:
     """Trains, and writes what each process has in the end.
@@ -144,6 +128,7 @@ def run(
         blocks: Blocks of the model.
         schedule: As in ``ChimeraStrategy``, or a key of ``SCHEDULES``.
         orphaned: When the process that has started the ranks is killed, as in ``LosesItsParent``.
+        broken: What happens to a worker of the loader near the end, as in ``faults.Broken``.
         victim: The rank that meets a fault, the fault, and the place, as in ``faults.Victim``.
         **options: Options of ``ChimeraStrategy``.
     """
@@ -159,6 +144,7 @@ def run(
         lightning_module = LanguageModule(exact=False, blocks=blocks)
     else:
         lightning_module = globals()[module]()
+    saves = victim is not None or broken is not None
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -166,15 +152,15 @@ def run(
         strategy=lightning_chimera.ChimeraStrategy(**options) if options else strategy,
         max_epochs=1,
         logger=False,
-        enable_checkpointing=victim is not None,
+        enable_checkpointing=saves,
         default_root_dir=folder,
-        callbacks=[] if victim is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
+        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)] if saves else [],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    has_own = is_overridden("train_dataloader", lightning_module)
     rows = make_rows("gpt2", 4 * ROWS, padded=victim is None)
-    trainer.fit(lightning_module, None if has_own else make_loader(rows, ROWS))
+    loader = make_loader(rows) if broken is None else DataLoader(Broken(broken, 3 * ROWS), ROWS, num_workers=1)
+    trainer.fit(lightning_module, loader)
     if orphaned == "after":
         lightning_module.lose_parent()
     if folder is not None:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_chimera import strategy
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.signals import Interrupted
 
+from .faults import Broken
 from .fidelity import Cell, make_trainer
 from .launches import forget_rank
-from .users import ROWS, LanguageModule, Row, make_loader, make_rows
+from .users import ROWS, LanguageModule, make_loader, make_rows
 from .world import RankFailed, World
 
 # ------------------------------------------------------------------------------------------------------- messages
@@ -55,30 +56,9 @@ def test_a_message_that_cannot_be_sent_ends_all_ranks_with_that_error(world: Wor
 # ----------------------------------------------------------------------------------------------------------- data
 
 
-class Broken(Dataset[Row]):
-    """Rows, the 12th of which can't be had, or not in a worker, or it kills who reads it."""
-
-    def __init__(self, fault: str) -> None:
-        self.rows, self.fault = make_rows("gpt2", 4 * ROWS), fault
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        if index == 11:
-            break_down(self.fault)
-        return self.rows[index]
-
-
-def break_down(fault: str) -> None:
-    if fault == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise {"IndexError": IndexError, "ValueError": ValueError}[fault]("row 11")
-
-
 def read_broken_rows(fault: str, workers: int, stages: int, replicas: int) -> None:
     trainer = make_trainer(Cell("1f1b", stages, replicas), max_epochs=2)
-    trainer.fit(LanguageModule("gpt2"), DataLoader(Broken(fault), ROWS, num_workers=workers))
+    trainer.fit(LanguageModule("gpt2"), DataLoader(Broken(fault, 11), ROWS, num_workers=workers))
 
 
 DATA = {"IndexError": "IndexError", "ValueError": "ValueError", "SIGKILL": "RuntimeError: DataLoader worker"}

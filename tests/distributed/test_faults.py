@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_chimera.children import PARENT, look_after_parent
 from lightning_chimera.runtime.watch import stop_watching
 
-from .faults import FAULTS, PLACES, STEP, checkpoints, suffer, train_until
+from .faults import FAULTS, PLACES, SAYS_OF_ROW, STEP, checkpoints, suffer, train_until
 from .fidelity import Cell, make_trainer
 from .launches import PYTHON, TORCHRUN, launch
 from .users import ROWS, LanguageModule, make_loader, make_rows
@@ -67,6 +67,11 @@ def table() -> Iterator[list[str]]:
     print("\n" + "\n".join(lines))  # noqa: T201
 
 
+def accused(text: str) -> set[int]:
+    """The ranks that are said to be the ones that others miss."""
+    return set(map(int, re.findall(r"chimera: rank (\d) of \d has (?:vanished|stalled|left)", text)))
+
+
 def judge(world: World, folder: Path, rank: int, fault: str, place: str) -> str:
     """Has a rank meet a fault, checks how the run ends, and gives a line of the table."""
     stall = STALL_TIMEOUT if fault == "SIGSTOP" else 120.0
@@ -87,6 +92,7 @@ def judge(world: World, folder: Path, rank: int, fault: str, place: str) -> str:
         what = "vanished" if fault == "SIGKILL" else "stalled"
         assert re.search(rf"chimera: rank {rank} of {RANKS} has {what}", text), text
         assert re.search(r"Rank \d (waits for it|was) at: step [23], .", text), text
+        assert accused(text) == {rank}, text
     # A rank that could save went on without this one; every file that is there is whole.
     steps = checkpoints(folder)
     # SIGINT and SIGTERM end all ranks alike after a batch, of which nothing is to be told.
@@ -222,6 +228,7 @@ def test_a_fault_in_a_real_run_is_on_the_screen_once_and_leaves_nothing(
         assert method == "spawn" or ended.screen.count(f"{fault} ends the run after step 3.") == 1, ended.screen
     else:
         assert len(re.findall(said, ended.screen)) == 1, ended.screen
+        assert accused(ended.screen) <= {rank}, ended.screen
     if fault in ("exception", "out of memory"):
         assert ended.screen.count(SAYS[fault]) == 1, ended.screen
     assert checkpoints(tmp_path)[:2] == [1, 2]
@@ -286,10 +293,13 @@ def test_no_rank_is_left_where_torchrun_or_the_process_that_has_spawned_it_is_ki
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", PREFIXES)
-def test_a_worker_of_the_loader_that_dies_ends_all_ranks(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "fault"), list(product(PREFIXES, SAYS_OF_ROW)))
+def test_a_worker_of_the_loader_that_dies_or_raises_ends_all_ranks(tmp_path: Path, method: str, fault: str) -> None:
     options = {"start_method": "spawn"} if method == "spawn" else {}
-    ended = launch(tmp_path, *PREFIXES[method], module="LosesAWorker", **options)
+    ended = launch(tmp_path, *PREFIXES[method], folder=str(tmp_path), broken=fault, **options)
     assert ended.code not in (0, None), ended.screen
-    assert re.search(r"RuntimeError: DataLoader worker .* exited unexpectedly", ended.screen), ended.screen
-    assert len(re.findall(r"chimera: rank 0 of 2 failed at: step 2", ended.screen)) == 1, ended.screen
+    assert ended.screen.count(SAYS_OF_ROW[fault]) == 1, ended.screen
+    assert len(re.findall(r"chimera: rank 0 of 2 failed at: step \d", ended.screen)) == 1, ended.screen
+    steps = checkpoints(tmp_path)
+    assert steps == list(range(1, len(steps) + 1)), steps
+    assert orphaned_memory() == []
