@@ -354,9 +354,12 @@ class Watcher:
         return self._found
 
     def _is_over(self, verdict: Verdict) -> bool:
-        """Whether nothing is left to wait for: a rank that has failed is to be the first that ends."""
+        """Whether nothing is left to wait for: launchers show the error of the rank that ends first."""
         if verdict.kind != "error":
             return True
+        member = self._members[verdict.rank]
+        if self._is_near(verdict.rank) and member.pid != os.getppid():  # a parent waits for its children in the end
+            return member.is_gone()
         beat = self._beats.get(verdict.rank, Beat())
         return self._is_dead(verdict.rank) or beat.state == LEFT or self._is_lost
 
