@@ -24,6 +24,7 @@ import logging
 import os
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -390,15 +391,8 @@ def _of_messages(steps: int) -> Iterator[Figure]:
 
 
 def _of_watch(steps: int) -> Figure:
-    """What this process computes while it does nothing, without and with a watch."""
+    """What the threads of a watch compute while this process does nothing, by their own clocks: others compute too."""
     rank = dist.get_rank()
-
-    def computes() -> float:
-        before = time.process_time()
-        time.sleep(steps * STEP)
-        return (time.process_time() - before) / steps
-
-    idle = computes()
     port = torch.zeros(1, dtype=torch.int64)
     kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     if kept is not None:
@@ -407,14 +401,20 @@ def _of_watch(steps: int) -> Figure:
     store = PrefixStore("watch", TCPStore("127.0.0.1", int(port), is_master=False, wait_for_workers=False))
     store.set(f"beat/{rank}", "")
     dist.barrier()
+    others = set(threading.enumerate())
     watcher = Watcher(store, rank, RANKS, timedelta(seconds=60), keeper=0)
     watcher.start()
     watcher.begin()
-    watched = computes()
+    clocks = [
+        time.pthread_getcpuclockid(thread.ident) for thread in set(threading.enumerate()) - others if thread.ident
+    ]
+    before = sum(map(time.clock_gettime, clocks))
+    time.sleep(steps * STEP)
+    watched = (sum(map(time.clock_gettime, clocks)) - before) / steps
     watcher.end()
     watcher.close()
     dist.barrier()  # the store is kept by rank 0
-    return Figure(WATCH, Moment(STEP, idle), Moment(STEP, watched))
+    return Figure(WATCH, Moment(STEP, 0.0), Moment(STEP, watched))
 
 
 # -------------------------------------------------------------------------------------------------------------- report
