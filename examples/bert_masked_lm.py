@@ -37,6 +37,7 @@ class MaskedLanguageModel(L.LightningModule):
 
 
 def main():
+    L.seed_everything(1)
     paragraphs = [text for topic in topics.values() for text in topic.split("\n\n") if len(text) > 80]
     tokenizer = TrainedTokenizer("wordpiece", vocab_size=2048).build(paragraphs)
     rows = [tokenizer(text, truncation=True, max_length=64) for text in paragraphs]
@@ -46,7 +47,7 @@ def main():
         accelerator="cpu",
         devices=2,
         max_steps=60,
-        log_every_n_steps=10,
+        log_every_n_steps=1,
         logger=CSVLogger("."),
     )
     trainer.fit(

@@ -37,6 +37,7 @@ class LanguageModel(L.LightningModule):
 
 
 def main():
+    L.seed_everything(1)
     text = torch.tensor(bytearray("".join(topics.values()), "utf-8"), dtype=torch.long)
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     trainer = L.Trainer(
@@ -44,7 +45,7 @@ def main():
         accelerator="cpu",
         devices=2,
         max_steps=60,
-        log_every_n_steps=10,
+        log_every_n_steps=1,
         logger=CSVLogger("."),
     )
     trainer.fit(

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
@@ -167,7 +168,7 @@ def test_an_example_trains_and_gets_better(script: Path, tmp_path: Path) -> None
     [metrics] = tmp_path.glob("lightning_logs/version_*/metrics.csv")
     rows = list(csv.DictReader(metrics.open()))
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
-    assert losses[-1] < losses[0]
+    assert mean(losses[-5:]) < mean(losses[:5]) - 0.1  # masks make one step's loss vary by about as much
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)
