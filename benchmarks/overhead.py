@@ -10,11 +10,13 @@ Outside of the schedule is all but forward and backward: the exchange of what wa
 here waits for the end of the schedule, and the optimizer. Values and a metric are how much longer a step is where it
 logs them.
 
-An action is what one of the schedule takes, its messages included, beyond its share of what a plain Trainer takes for
-forward and backward of batches as small as a microbatch. The part of it that is code of the user's own has a row for
-itself, and no limit: a step is entered once for each stage, and runs as far as the model's blocks. It is measured in
-the plain step, without the embeddings, which one stage runs. Without a model only the executor and the messages are
-left.
+An action is what one of the schedule takes, its messages included, beyond the operations of the model in it, which
+have clocks of their own: blocks, embeddings, head, loss and backward. What the user's step and the model do around
+these is not counted either, as often as a plain Trainer does it. A pipeline does it more often: the step is entered
+once for each stage, and runs as far as the model's blocks. That has a row for itself, and no limit, as it is code of
+the user's own; it is measured in the plain step. The operations have one too: they take longer than in a plain Trainer
+with batches as small as a microbatch, since a rank that waits for another finds less of them in its caches. Without a
+model only the executor and the messages are left.
 
 A message is half of the way to the other rank and back, with two actions that do nothing. The watch is what its threads
 compute in the time of a step of 100 ms, while the thread that trains sleeps.
@@ -69,6 +71,7 @@ WATCH_LIMIT = 0.5
 
 ACTION, BARE_ACTION, WATCH = "action", "action without a model", "watch, in a step of 100 ms"
 ENTERED = "step entered once more, an action"
+OPERATIONS = "the model's operations, an action"
 
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 """Of messages, in KiB."""
@@ -173,12 +176,14 @@ class Times:
     Attributes:
         whole: Whole steps.
         inside: Their forward and backward.
+        model: The operations of the model in these.
         entering: What plain ones took up to the first block, without the embeddings.
         losses: Their losses.
     """
 
     whole: list[Moment] = field(default_factory=list)
     inside: list[Moment] = field(default_factory=list)
+    model: list[Moment] = field(default_factory=list)
     entering: list[Moment] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -186,6 +191,11 @@ class Times:
     def outside(self) -> list[Moment]:
         """The rest of each step."""
         return [whole.less(inside) for whole, inside in zip(self.whole, self.inside, strict=True)]
+
+    @property
+    def around(self) -> list[Moment]:
+        """What is around the operations of the model in forward and backward."""
+        return [inside.less(model) for inside, model in zip(self.inside, self.model, strict=True)]
 
 
 class Clock(Callback):
@@ -199,33 +209,38 @@ class Clock(Callback):
         self._times = times
         self._last: Moment | None = None
         self._inside: list[Moment] = []
+        self._model: list[Moment] = []
         self._entering: list[Moment] = []
         self._backward = torch.autograd.backward
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Puts clocks around the schedule, or around a plain step, its start and its backward."""
+        """Puts clocks around the schedule, or around a plain step and its backward, and around the model's parts."""
         own: Any = module
+        model = own.model
+        base = model.transformer
+        for part in (base.wte, base.wpe, base.drop, *base.h, base.ln_f, model.lm_head):
+            part.forward = _timed(part.forward, self._model)
+        model.loss_function = _timed(model.loss_function, self._model)
+        torch.autograd.backward = _timed(self._backward, self._model)
         if isinstance(trainer.strategy, ChimeraStrategy):
             pipeline: Any = trainer.strategy.engine.pipeline
             pipeline.train = _timed(pipeline.train, self._inside)
             return
-        step, base = own.training_step, own.model.transformer
-        embedding: list[Moment] = []
+        start, before = Moment.now(), 0
 
         def enter(*args: Any) -> Tensor:
-            embedding[:] = [Moment.now()]
+            nonlocal start, before
+            start, before = Moment.now(), len(self._model)
             loss: Tensor = step(*args)
             return loss
 
         def reach(*_: Any) -> None:
-            start, *spent = embedding
-            self._entering.append(Moment.now().less(start).less(Moment.sum(spent)))
+            self._entering.append(Moment.now().less(start).less(Moment.sum(self._model[before:])))
 
-        for part in (base.wte, base.wpe, base.drop):
-            part.forward = _timed(part.forward, embedding)
+        step = own.training_step
         base.h[0].register_forward_pre_hook(reach)
         own.training_step = _timed(enter, self._inside)
-        torch.autograd.backward = _timed(self._backward, self._inside)
+        torch.autograd.backward = _timed(torch.autograd.backward, self._inside)
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Puts torch's function back."""
@@ -240,8 +255,10 @@ class Clock(Callback):
         if self._last is not None and batch_idx % BLOCK >= SKIPPED:
             times.whole.append(now.less(self._last))
             times.inside.append(Moment.sum(self._inside))
+            times.model.append(Moment.sum(self._model))
             times.entering += self._entering
         self._inside.clear()
+        self._model.clear()
         self._entering.clear()
         self._last = Moment.now()
 
@@ -354,14 +371,16 @@ def _of_steps(plain: Sequence[Times], small: Sequence[Times], ours: Sequence[Tim
     """The rows that follow from whole steps; the plain ones may be as small as microbatches."""
     forwards = MICROBATCHES  # of a rank, which runs each microbatch on one of as many stages as there are ranks
     passes = MICROBATCHES / RANKS  # of the whole model that they come to
-    work = Moment.median(small[0].inside).times(passes)
     entered = Moment.median(small[0].entering).times(forwards - passes)
+    around = Moment.median(small[0].around).times(passes)
     usual = Moment.median(plain[0].whole), Moment.median(ours[0].whole)
     yield Figure("step", *usual)
     yield Figure("outside of the schedule", Moment.median(plain[0].outside), Moment.median(ours[0].outside))
-    around = Moment.median(ours[0].inside).less(work).less(entered)
-    yield Figure(ACTION, NONE, around.times(1 / (2 * forwards)))
-    yield Figure(ENTERED, NONE, entered.times(1 / (2 * forwards)))
+    share = 1 / (2 * forwards)
+    operations = Moment.median(small[0].model).times(passes * share), Moment.median(ours[0].model).times(share)
+    yield Figure(ACTION, NONE, Moment.median(ours[0].around).less(around).less(entered).times(share))
+    yield Figure(ENTERED, NONE, entered.times(share))
+    yield Figure(OPERATIONS, *operations)
     for number, kind in enumerate(KINDS[1:], 1):
         in_plain, in_ours = Moment.median(plain[number].whole), Moment.median(ours[number].whole)
         yield Figure(kind.name, in_plain.less(usual[0]), in_ours.less(usual[1]))

@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
+
+_SPARE = np.random.MT19937(0)
 
 States = tuple[torch.Tensor, Any, Any]
 """Of the generators of torch, numpy and random."""
@@ -61,10 +64,18 @@ def preserved() -> Iterator[None]:
     That of an accelerator is not put back, since reading it would wait for the device, and no loader draws from it.
     """
     states = get_states()
+    own = mtrand.get_bit_generator()
+    # It takes longest to put numpy's numbers back, so another generator is drawn from meanwhile.
+    mtrand.set_bit_generator(_SPARE)
     try:
         yield
     finally:
-        set_states(states)
+        mtrand.set_bit_generator(own)
+        torch.set_rng_state(states[0])
+        # Of two normal numbers that were drawn at once the second is lost where generators change.
+        if own is _SPARE or states[1]["has_gauss"]:
+            np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 @contextmanager
@@ -77,7 +88,7 @@ def keyed(*key: int) -> Iterator[None]:
 
 def get_states() -> States:
     """The states of the global generators on the CPU."""
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+    return torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
 
 
 def set_states(states: States) -> None:

@@ -33,6 +33,34 @@ def test_the_global_generators_are_left_where_they_were() -> None:
     assert draws() == expected
 
 
+def test_a_normal_number_that_was_drawn_with_another_is_kept() -> None:
+    np.random.seed(5)
+    first, second = np.random.randn(2)
+    np.random.seed(5)
+    assert np.random.randn() == first
+    with keyed(1):
+        np.random.randn()
+    assert np.random.randn() == second
+
+
+def test_one_key_inside_of_another_leaves_it_where_it_was() -> None:
+    with keyed(1):
+        draws()
+        expected = draws()
+    with keyed(1):
+        draws()
+        with keyed(2):
+            draws()
+        assert draws() == expected
+
+
+def test_numpy_draws_from_the_same_generator_afterwards() -> None:
+    before = np.random.get_bit_generator()
+    with keyed(1):
+        np.random.rand()
+    assert np.random.get_bit_generator() is before
+
+
 def test_a_failure_inside_does_not_leave_the_key_in_force() -> None:
     torch.manual_seed(5)
     expected = torch.rand(())
