@@ -409,7 +409,7 @@ def _collections(metric: Metric) -> list[str]:
 
 
 def _is_as_before(now: dict[str, Any], before: dict[str, Any], copies: dict[str, _Copy]) -> bool:
-    same = len(now) == len(before) and all(now.get(name) is value for name, value in before.items())
+    same = now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
     return same and all(copy.is_of(now[name]) for name, copy in copies.items())
 
 
