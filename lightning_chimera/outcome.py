@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_chimera.notes import Addition
 from lightning_chimera.reporting import Report, Value, as_number
-from lightning_chimera.runtime.packing import Constant
+from lightning_chimera.runtime.packing import Constant, Numbers
 
 
 @dataclass
@@ -37,11 +37,12 @@ class Outcome:
     def as_tree(self) -> Any:
         """The same as it travels between ranks."""
         value, dtype = self.loss
-        return self.place, value, Constant(dtype), self.report.as_tree(), self.extras, self.grown, self.counts
+        report = Numbers(self.report.as_tree())
+        return self.place, Numbers(value), Constant(dtype), report, self.extras, self.grown, self.counts
 
     @classmethod
     def of_tree(cls, tree: Any) -> "Outcome":
-        """What another rank has sent, on the CPU."""
+        """What another rank has sent."""
         place, value, dtype, report, *rest = tree
         return cls(place, (as_number(value), dtype), Report.of_tree(report), *rest)
 

@@ -46,9 +46,9 @@ class _Message:
             self._flat.write(self._codec, row[len(self._layout) :])
 
 
-def _read_new(row: Tensor, layout_size: int) -> tuple[Codec, Any]:
+def _read_new(row: Tensor, layout_size: int, device: torch.device | None) -> tuple[Codec, Any]:
     codec = Codec(pickle.loads(row[:layout_size].numpy().tobytes()))
-    return codec, codec.read(row[layout_size:])
+    return codec, codec.read(row[layout_size:], device)
 
 
 class Gather:
@@ -56,10 +56,12 @@ class Gather:
 
     Args:
         group: A group on the CPU.
+        device: Where to put tensors that were not on the CPU of their rank: there by default.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device | None = None) -> None:
         self._group = group
+        self._device = device
         self._rank = dist.get_rank(group)
         self._codecs = [Codec(("fixed", None))] * dist.get_world_size(group)
 
@@ -71,7 +73,7 @@ class Gather:
         self._gather(rows)
         sizes = [_HEADER.unpack_from(row.numpy().data) for row in rows]
         trees = [
-            None if layout_size else codec.read(row[_HEADER.size :])
+            None if layout_size else codec.read(row[_HEADER.size :], self._device)
             for codec, row, (layout_size, _) in zip(self._codecs, rows, sizes, strict=True)
         ]
         if any(layout_size for layout_size, _ in sizes):
@@ -80,7 +82,7 @@ class Gather:
             self._gather(rows)
             for rank, (layout_size, _) in enumerate(sizes):
                 if layout_size:
-                    self._codecs[rank], trees[rank] = _read_new(rows[rank], layout_size)
+                    self._codecs[rank], trees[rank] = _read_new(rows[rank], layout_size, self._device)
         return trees
 
     def _rows(self, size: int) -> list[Tensor]:
@@ -98,10 +100,14 @@ class Broadcast:
         group: A group on the CPU.
         source: The global rank that sends.
         is_source: Whether this rank is it.
+        device: Where the others put tensors that were not on the source's CPU: there by default.
     """
 
-    def __init__(self, group: ProcessGroup, source: int, *, is_source: bool) -> None:
+    def __init__(
+        self, group: ProcessGroup, source: int, *, is_source: bool, device: torch.device | None = None
+    ) -> None:
         self._group = group
+        self._device = device
         self._source = source
         self._is_source = is_source
         self._codec = Codec(("fixed", None))
@@ -117,10 +123,10 @@ class Broadcast:
         dist.broadcast(row, self._source, group=self._group)
         layout_size, data_size = _HEADER.unpack_from(row.numpy().data)
         if not layout_size:
-            return tree if self._is_source else self._codec.read(row[_HEADER.size :])
+            return tree if self._is_source else self._codec.read(row[_HEADER.size :], self._device)
         row = torch.zeros(layout_size + data_size, dtype=torch.uint8)
         if message is not None:
             message.write_new(row)
         dist.broadcast(row, self._source, group=self._group)
-        self._codec, received = _read_new(row, layout_size)
+        self._codec, received = _read_new(row, layout_size, self._device)
         return tree if self._is_source else received

@@ -36,6 +36,16 @@ class Constant(NamedTuple):
     value: Any
 
 
+class Numbers(NamedTuple):
+    """A part of a tree whose tensors are read on the CPU, wherever they were.
+
+    Attributes:
+        value: A tree.
+    """
+
+    value: Any
+
+
 class Packed(NamedTuple):
     """A tree ready to travel."""
 
@@ -59,6 +69,7 @@ class Flat:
     def __init__(self, tree: Any) -> None:
         self._numbers: list[Any] = []
         self._tensors: list[Tensor] = []
+        self._are_numbers = False
         self.layout = self._flatten(tree)
 
     def _flatten(self, tree: Any) -> Layout:
@@ -70,16 +81,26 @@ class Flat:
             return ("fixed", tree)
         if kind is Constant:
             return ("fixed", tree.value)
+        if kind is Numbers:
+            return self._flatten_numbers(tree.value)
         if kind is list or kind is tuple:
             return (kind.__name__, *[self._flatten(value) for value in tree])
         if kind is dict and all(type(key) is str for key in tree):
             return ("dict", tuple(tree), *[self._flatten(value) for value in tree.values()])
         if isinstance(tree, Tensor) and tree.layout is torch.strided and not tree.is_nested:
             self._tensors.append(tree)
-            return ("tensor", tree.shape, tree.dtype, tree.numel() * tree.element_size())
+            stays = self._are_numbers or tree.is_cpu
+            return ("tensor", tree.shape, tree.dtype, tree.numel() * tree.element_size(), stays)
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return ("named", kind, *[self._flatten(value) for value in tree])
         return self._pickled(tree)
+
+    def _flatten_numbers(self, tree: Any) -> Layout:
+        before, self._are_numbers = self._are_numbers, True
+        try:
+            return self._flatten(tree)
+        finally:
+            self._are_numbers = before
 
     def _pickled(self, tree: Any) -> Layout:
         """An object of another type as bytes, but for the tensors in it."""
@@ -121,14 +142,22 @@ class Codec:
         self.numbers = struct.Struct("=" + "".join(tag for tag, *_ in nodes if tag in _CODES.values()))
         self.nbytes = self.numbers.size + sum(node[3] for node in nodes if node[0] == "tensor")
 
-    def read(self, row: Tensor) -> Any:
-        """The tree, whose numbers are at the start of a row of bytes; nothing in it shares memory with the row."""
+    def read(self, row: Tensor, device: torch.device | None = None) -> Any:
+        """The tree, whose numbers are at the start of a row of bytes; nothing in it shares memory with the row.
+
+        Args:
+            row: The bytes, on the CPU.
+            device: Where to put tensors that were not on the CPU: there by default.
+        """
         numbers = iter(self.numbers.unpack_from(row.numpy().data))
         offset = self.numbers.size
+        moved: Tensor | None = None
 
-        def tensor(shape: torch.Size, dtype: torch.dtype, nbytes: int) -> Tensor:
-            nonlocal offset
-            piece = row[offset : offset + nbytes]
+        def tensor(shape: torch.Size, dtype: torch.dtype, nbytes: int, stays: bool) -> Tensor:
+            nonlocal offset, moved
+            if not stays and device is not None and moved is None:
+                moved = row.to(device)  # at once
+            piece = (row if stays or moved is None else moved)[offset : offset + nbytes]
             offset += nbytes
             # A copy of its own: aligned for its type, and free to be kept or written to.
             return piece.clone().view(dtype).reshape(shape)
