@@ -24,6 +24,7 @@ from torchmetrics.wrappers import Running
 
 from lightning_chimera.partition.shadows import Shadows
 from lightning_chimera.runtime.packing import Constant
+from lightning_chimera.runtime.versions import version_of
 
 _IN_STEPS = "_chimera_in_steps"
 """Marks a metric that steps update, and have updated on this rank."""
@@ -250,12 +251,13 @@ def _reduce_tensors(reduce_fx: str, shares: Sequence[float], values: Sequence[Va
 
 def weighted_mean(shares: Sequence[float], values: Tensor) -> Tensor:
     """Mean over the first dimension; entries without weight do not count, not even as NaN."""
-    weights = torch.tensor(shares, dtype=torch.float64)
-    if not weights.any():
+    counted = [part for part, share in enumerate(shares) if share > 0]
+    if not counted:
         return values.mean(dim=0)
-    counted = weights > 0
-    weights = weights[counted].reshape(-1, *[1] * (values.ndim - 1))
-    return (values[counted] * weights).sum(dim=0) / weights.sum()
+    weights = torch.tensor([shares[part] for part in counted], dtype=torch.float64)
+    chosen = values if len(counted) == len(shares) else values[counted]
+    weighed = chosen * weights.reshape(-1, *[1] * (values.ndim - 1)).to(values.device)
+    return weighed.sum(dim=0) / weights.sum()
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], rows: int) -> None:
@@ -341,7 +343,7 @@ class Updates:
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = [(metric, _collections(metric)) for metric in metrics]
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _Backup] = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -366,15 +368,15 @@ class Updates:
             if metric._update_count != attributes["_update_count"]:
                 metric.__dict__[_IN_STEPS] = True
 
-    def _copy(self, value: Any) -> "_Copy":
+    def _copy(self, value: Any) -> "_Backup":
         """A copy, made once for as long as nothing changes; what several metrics share stays shared."""
         known = self._copies.get(id(value))
         if known is None or not known.is_of(value):
-            known = self._copies[id(value)] = _Copy.of(value)
+            known = self._copies[id(value)] = _Backup.of(value)
         return known
 
 
-class _Copy(NamedTuple):
+class _Backup(NamedTuple):
     """A tensor or a list, a copy of it, and the version of the tensor that it is of."""
 
     original: Any
@@ -382,21 +384,17 @@ class _Copy(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, value: Any) -> "_Copy":
-        """A copy of a value as it is now."""
-        return cls(value, value.clone() if isinstance(value, Tensor) else list(value), _version(value))
+    def of(cls, value: Any) -> "_Backup":
+        """One of a value as it is now."""
+        return cls(value, value.clone() if isinstance(value, Tensor) else list(value), version_of(value))
 
     def is_of(self, value: Any) -> bool:
         """Whether a value is the original, as it was."""
-        if value is not self.original or _version(value) != self.version:
+        if value is not self.original or version_of(value) != self.version:
             return False
         if isinstance(value, Tensor):
             return not value.is_inference()
         return len(value) == len(self.value) and all(map(operator.is_, value, self.value))
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _collections(metric: Metric) -> list[str]:
@@ -408,7 +406,7 @@ def _collections(metric: Metric) -> list[str]:
     ]
 
 
-def _is_as_before(now: dict[str, Any], before: dict[str, Any], copies: dict[str, _Copy]) -> bool:
+def _is_as_before(now: dict[str, Any], before: dict[str, Any], copies: dict[str, _Backup]) -> bool:
     same = now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
     return same and all(copy.is_of(now[name]) for name, copy in copies.items())
 

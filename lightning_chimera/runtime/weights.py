@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from lightning_chimera.partition.heads import IGNORED, HeadLoss, LabelCount, Scales, holds_ignored
 from lightning_chimera.partition.stage import HeadCall
 from lightning_chimera.runtime.microbatches import Microbatch, leaves
+from lightning_chimera.runtime.versions import version_of
 
 _HOOK = (
     "Define `microbatch_weight(self, batch)` in your LightningModule: it gets one microbatch and returns the number"
@@ -125,7 +126,7 @@ def _labelled(count: LabelCount, batch: Any) -> tuple[int, int] | None:
 
 def _seen(labels: Tensor) -> tuple[int, int]:
     """Which tensor it is, among those that are kept, and how often it was changed in place."""
-    return id(labels), 0 if labels.is_inference() else labels._version
+    return id(labels), version_of(labels)
 
 
 def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:
