@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
@@ -44,7 +43,7 @@ from lightning_chimera.reporting import (
     replay,
     silent,
 )
-from lightning_chimera.results import join, join_grown
+from lightning_chimera.results import join, join_lists
 from lightning_chimera.runtime.agreement import check_in_group, describe
 from lightning_chimera.runtime.exchange import Broadcast, Gather
 from lightning_chimera.runtime.gradients import (
@@ -60,6 +59,7 @@ from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split
 from lightning_chimera.runtime.packing import Constant
 from lightning_chimera.runtime.pipeline import Call, Pipeline, Recompute, TrainingCall
 from lightning_chimera.runtime.topology import Groups
+from lightning_chimera.runtime.versions import version_of
 from lightning_chimera.runtime.weights import LossWeights
 from lightning_chimera.timeline import Timeline, sync_order
 
@@ -77,11 +77,7 @@ class _Buffer(NamedTuple):
     def is_changed(self) -> bool:
         """Whether it has been changed in place since, or another has taken its place."""
         now = self.own.get(self.key)
-        return now is not None and (now is not self.tensor or _version(now) != self.version)
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+        return now is not None and (now is not self.tensor or version_of(now) != self.version)
 
 
 class Figures(NamedTuple):
@@ -144,6 +140,8 @@ class Engine:
         self._has_gradients: list[bool] = []
         self._used: list[int] = []
         self._is_summed = True
+        self._grows: set[str] | None = None
+        """The lists of the module that training steps have appended to."""
         self._clock_shift = 0.0
         self._optimized: list[list[int]] = []
         self.ownership.drop(device)
@@ -175,8 +173,8 @@ class Engine:
         self._absent = PlaceholderGradients(self.ownership)
         self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
         self._hide_after_clipping()
-        self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader)
-        self._gather_steps, self._gather_reports = Gather(self.groups.world), Gather(self.groups.world)
+        self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader, device=device)
+        self._gather_steps, self._gather_reports = Gather(self.groups.world, device), Gather(self.groups.world)
 
     def _synchronize(self) -> int:
         """Makes all copies of a stage equal, and the buffers those of global rank 0; agrees on a seed."""
@@ -239,7 +237,11 @@ class Engine:
         def step(data: Any) -> Any:
             nonlocal calls, grown
             # Of what the stages append, that of the last counts: it appends the same once more, and more.
-            with recording(self.module, self._paths) as calls, growing(self.module) as grown, updates.noting():
+            with (
+                recording(self.module, self._paths) as calls,
+                growing(self.module, self._grows) as grown,
+                updates.noting(),
+            ):
                 return self.module.training_step(data, *batch.args, **batch.kwargs)
 
         def finish(number: int, result: Any, head: HeadCall) -> Tensor | None:
@@ -276,7 +278,7 @@ class Engine:
     def _buffers(self, parts: Iterable[tuple[str, nn.Module]]) -> list[_Buffer]:
         """The buffers of the user's own as they are now, of the parts around the base model."""
         return [
-            _Buffer(name, part._buffers, key, buffer, _version(buffer))
+            _Buffer(name, part._buffers, key, buffer, version_of(buffer))
             for path, part in parts
             for key, buffer in part._buffers.items()
             if buffer is not None and self._anatomy.layer_of(name := f"{path}.{key}" if path else key) is None
@@ -305,15 +307,11 @@ class Engine:
         replay(self.module, combine([part.report for part in parts]), rows)
 
         rows_of_parts = [part.report.rows for part in parts]
-
-        def joined(values: list[Any]) -> Any:
-            return move_data_to_device(join(values, shares, rows_of_parts), self.device)
-
-        for name in parts[0].grown:
-            grown = join_grown([part.grown.get(name, []) for part in parts], shares, rows_of_parts)
-            vars(self.module)[name].extend(move_data_to_device(grown, self.device))
-        common = [key for key in parts[0].extras if all(key in part.extras for part in parts)]
-        extras = {key: joined([part.extras[key] for part in parts]) for key in common}
+        grown = join_lists([part.grown for part in parts], shares, rows_of_parts)
+        self._grows = {*(self._grows or ()), *grown}
+        for name, items in grown.items():
+            vars(self.module)[name].extend(items)
+        extras = join([part.extras for part in parts], shares, rows_of_parts)
         values, (_, dtype) = [part.loss[0] for part in parts], parts[0].loss
         loss = torch.as_tensor(reduce("mean", shares, values), dtype=dtype, device=self.device)
         return {"loss": loss, **extras}
@@ -463,7 +461,7 @@ class Engine:
         call = Call(step, batch.context, batch.key)
         with self._stepping():
             result = self.pipeline.evaluate(batch.data, call, self.layout.num_microbatches)
-        result, changes = move_data_to_device(self._share((result, before.changes(self.module))), self.device)
+        result, changes = self._share((result, before.changes(self.module)))
         if not self.topology.is_leader:
             before.apply(self.module, changes)
         return result, calls

@@ -7,7 +7,7 @@ there must be brought to the others, as if they had run it.
 import copy
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -17,9 +17,16 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_chimera.runtime.versions import version_of
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor, tuple)
 _COPIED = (set, deque, np.ndarray)
 _FOLLOWED = (*_PLAIN, *_COPIED, list, dict)
+_FIXED = frozenset((bool, int, float, complex, str, bytes, type(None)))
+"""Types of what is never changed in place."""
+
+_SHORT = 1000
+"""Entries of the longest list that is copied in every pass, whether it grows or not."""
 
 _LARGEST_ARRAY = 1 << 20
 """Bytes of the largest array that is followed, since a copy of it is compared after each step."""
@@ -41,6 +48,22 @@ class _Dict:
     """A dict as it was."""
 
     entries: Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A dict as it was, none of whose values can change in place."""
+
+    entries: dict[Any, Any]
+
+    def is_of(self, value: dict[Any, Any]) -> bool:
+        """Whether a dict has the same entries in the same order. A loop of Python's own would cost many times more."""
+        before, now = self.entries, value
+        return (
+            len(before) == len(now)
+            and all(map(operator.is_, before.values(), now.values()))
+            and all(map(operator.is_, before, now))
+        )
 
 
 @dataclass(frozen=True)
@@ -97,12 +120,34 @@ class Addition(NamedTuple):
     is_single: bool
 
 
+def _changing(method: Callable[..., Any]) -> Any:
+    """A method of a list that may change what was in it before."""
+
+    def changing(self: "_Watched", *args: Any, **kwargs: Any) -> Any:
+        self.is_changed = True
+        return method(self, *args, **kwargs)
+
+    return changing
+
+
 class _Watched(list[Any]):
-    """A list that notes how it grows."""
+    """A copy of a list that notes how it grows, and whether what was in it before may have changed."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__(values)
+        self.original = values
         self.additions: list[Addition] = []
+        self.is_changed = False
+
+    __setitem__ = _changing(list.__setitem__)
+    __delitem__ = _changing(list.__delitem__)
+    __imul__ = _changing(list.__imul__)
+    clear = _changing(list.clear)
+    insert = _changing(list.insert)
+    pop = _changing(list.pop)
+    remove = _changing(list.remove)
+    reverse = _changing(list.reverse)
+    sort = _changing(list.sort)
 
     def append(self, item: Any) -> None:
         super().append(item)
@@ -119,32 +164,53 @@ class _Watched(list[Any]):
 
 
 @contextmanager
-def growing(module: nn.Module) -> Iterator[dict[str, list[Addition]]]:
+def growing(module: nn.Module, known: Container[str] | None = None) -> Iterator[dict[str, list[Addition]]]:
     """Notes how the lists among a module's attributes grow, and takes it away from them at the end.
+
+    To see how a list grows a copy takes its place for a while, which is not to be paid for a long one that never does.
+
+    Args:
+        module: The module.
+        known: Names of the lists that have grown before. Of a long one that has not only the length is noted, and what
+            it grows by all the same was appended if it is one entry, and added at once if it is more. By default all
+            are watched.
 
     Yields:
         By the list's name what it has grown by, filled at the end.
     """
-    before = {name: value for name, value in vars(module).items() if type(value) is list and not name.startswith("_")}
-    vars(module).update({name: _Watched(value) for name, value in before.items()})
+    attributes = vars(module)
+    before = {name: value for name, value in attributes.items() if type(value) is list and not name.startswith("_")}
+    lengths = {name: len(value) for name, value in before.items()}
+    attributes.update(
+        (name, _Watched(value))
+        for name, value in before.items()
+        if known is None or lengths[name] <= _SHORT or name in known
+    )
     grown: dict[str, list[Addition]] = {}
     try:
         yield grown
     finally:
-        for name, original in before.items():
-            now = vars(module).get(name)
-            if not isinstance(now, list):
-                continue
-            items = now[len(original) :]
-            additions = now.additions if isinstance(now, _Watched) else []
-            if isinstance(now, _Watched):
-                original[:] = now[: len(original)]
-                vars(module)[name] = original
-            else:
-                del now[len(original) :]
-            if items:
-                is_known = sum(len(addition.items) for addition in additions) == len(items)
-                grown[name] = additions if is_known else [Addition(items, is_single=False)]
+        for name, length in lengths.items():
+            additions = _take_back(attributes, name, before[name], length)
+            if additions:
+                grown[name] = additions
+
+
+def _take_back(attributes: dict[str, Any], name: str, original: list[Any], length: int) -> list[Addition]:
+    """Gives a module its list back as long as it was, and says what it had grown by."""
+    now = attributes.get(name)
+    if not isinstance(now, list):
+        return []
+    items = now[length:]
+    if not isinstance(now, _Watched):
+        del now[length:]
+        return [Addition(items, is_single=now is original and len(items) == 1)] if items else []
+    attributes[name] = original
+    if now.is_changed or now.original is not original:
+        original[:] = now[:length]
+    if sum(len(addition.items) for addition in now.additions) == len(items):
+        return now.additions
+    return [Addition(items, is_single=False)] if items else []
 
 
 class Notes:
@@ -200,27 +266,24 @@ def _change_inside(before: Any, value: Any) -> Any:
     attributes = _attributes(value)
     if attributes is None:
         return _change(before, value)
-    change = _change(before, attributes) if isinstance(before, _Dict) else None
+    change = _change(before, attributes) if isinstance(before, _Dict | _Fixed) else None
     return None if change is None else Inside(change)
 
 
 def _state(value: Any) -> Any:
     """How a value is now; ``None`` for one that is not followed."""
     if type(value) is list:
-        inside = {index: _state(item) for index, item in enumerate(value) if isinstance(item, list | dict)}
-        return _List(len(value), inside)
+        holds_containers = any(issubclass(kind, list | dict) for kind in set(map(type, value)))
+        items = enumerate(value) if holds_containers else ()
+        return _List(len(value), {index: _state(item) for index, item in items if isinstance(item, list | dict)})
     if isinstance(value, dict):
-        return _Dict({key: _state(item) for key, item in value.items()})
+        is_fixed = _FIXED.issuperset(map(type, value.values()))
+        return _Fixed(dict(value)) if is_fixed else _Dict({key: _state(item) for key, item in value.items()})
     if isinstance(value, _PLAIN):
-        return _Value(value, _version(value))
+        return _Value(value, version_of(value))
     if isinstance(value, _COPIED) and not (isinstance(value, np.ndarray) and value.nbytes > _LARGEST_ARRAY):
         return _Copy(copy.copy(value))
     return None
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was changed in place; those of inference mode do not count."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _change(before: Any, value: Any) -> Any:
@@ -230,6 +293,10 @@ def _change(before: Any, value: Any) -> Any:
         inside = {index: change for index, change in inside.items() if change is not None}
         items = value[before.length :]
         return Grown(before.length, items, inside) if items or inside else None
+    if isinstance(value, dict) and isinstance(before, _Fixed):
+        if before.is_of(value):
+            return None
+        before = _Dict({key: _Value(item, 0) for key, item in before.entries.items()})
     if isinstance(value, dict) and isinstance(before, _Dict):
         entries = {key: _change(before.entries.get(key), item) for key, item in value.items()}
         entries = {key: change for key, change in entries.items() if change is not None}
@@ -257,7 +324,7 @@ def _is_same(before: Any, value: Any) -> bool:
     if not isinstance(before, _Value):
         return False
     if isinstance(value, Tensor | tuple):
-        return before.value is value and before.version == _version(value)
+        return before.value is value and before.version == version_of(value)
     return type(before.value) is type(value) and bool(before.value == value)
 
 

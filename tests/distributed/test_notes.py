@@ -196,3 +196,42 @@ class CollectsNumbers(LanguageModule):
 )
 def test_a_number_that_is_appended_is_one_entry_for_a_batch(world: World, cell: Cell) -> None:
     check_notes(world, cell, CollectsNumbers)
+
+
+class CollectsSome(LanguageModule):
+    """Adds some rows of some microbatches to a list, appends where a microbatch has one row, and returns it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+        self.rows: list[int] = []
+        self.found: list[Any] = []
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        sums = batch["input_ids"].sum(1).tolist()
+        if any(total % 3 == 0 for total in sums):
+            self.rows += [total for total in sums if total % 3 == 0]
+        for total in sums:
+            if total % 5 == 0:
+                self.rows.append(-total)
+        has_first = bool((batch["input_ids"][:, 0] == self.trainer.train_dataloader.dataset[7]["input_ids"][0]).any())
+        if has_first:
+            self.found.append(loss.detach())
+        return {"loss": loss, "nested": {"mean": loss.detach(), **({"found": 1} if has_first else {})}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Row, batch_idx: int) -> None:
+        self.notes.append(outputs["nested"]["mean"])
+
+    def on_train_end(self) -> None:
+        self.notes += [sorted(self.rows), len(self.found)]
+
+
+@pytest.mark.contract(
+    "The module", "what a step adds to a list, or returns in a dict, for some rows or microbatches only is kept"
+)
+@pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
+def test_what_only_some_microbatches_add_is_kept_on_every_rank(world: World, cell: Cell) -> None:
+    *_, rows, found = check_notes(world, cell, CollectsSome)
+    assert len(rows) > 10
+    assert 0 < found < 10
