@@ -183,11 +183,14 @@ def _overview() -> Iterator[str]:
         schedule = family.build(4, 8)
         bubbles = [_ratio(schedule, costs) for costs in (LONG, Costs(1, 2.5, weight=1), Costs(1, 2, 0.25))]
         facts = [_span(schedule.placement.weight_copies), _span(schedule.peak_activations), str(schedule.num_messages)]
-        rows.append([f"`{name}`", family.summary, f"`{family.option}`" if family.option else "", *facts, *bubbles])
+        usual = "D" if family.microbatches_per_rank == 1 else f"{family.microbatches_per_rank} D"
+        option = f"`{family.option}`" if family.option else ""
+        rows.append([f"`{name}`", family.summary, option, usual, *facts, *bubbles])
     headings = [
         "name",
         "what it is",
         "takes",
+        "N by default",
         "weights",
         "activations",
         "messages",

@@ -1,7 +1,7 @@
 """How a run is laid out: where this rank is, and the schedules that it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_chimera.checks import check_built, check_placed
 from lightning_chimera.runtime.topology import Topology
@@ -30,12 +30,18 @@ class Layout:
     recompute: str | Sequence[int] | None = None
     gradient_sync: SyncPolicy = SyncPolicy.LAZY
     shared_memory: bool = True
+    _schedules: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
-        """The training schedule, checked."""
-        if num_microbatches in (None, self.num_microbatches):
-            return self._built(self.build, self.num_microbatches)
-        assert num_microbatches is not None
+        """The training schedule, checked; made once for each number of microbatches."""
+        count = num_microbatches or self.num_microbatches
+        if count not in self._schedules:
+            self._schedules[count] = self._made(count)
+        return self._schedules[count]
+
+    def _made(self, num_microbatches: int) -> Schedule:
+        if num_microbatches == self.num_microbatches:
+            return self._built(self.build, num_microbatches)
         schedule = self._built(self.build_short or self.build, num_microbatches)
         return check_placed(schedule, self.schedule())
 

@@ -61,6 +61,7 @@ class Settings:
     compile_blocks: bool | str
     process_group_backend: str | None
     _ascending: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _layouts: dict[Topology, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_sizes(
@@ -115,16 +116,18 @@ class Settings:
         )
 
     def layout(self, topology: Topology) -> Layout:
-        """How a run is laid out for a rank."""
-        return Layout(
-            topology,
-            self.selection.build,
-            self._num_microbatches(topology.num_positions),
-            self.selection.short,
-            self.recompute,
-            SyncPolicy(self.gradient_sync),
-            self.shared_memory,
-        )
+        """How a run is laid out for a rank, with the schedules that it has made."""
+        if topology not in self._layouts:
+            self._layouts[topology] = Layout(
+                topology,
+                self.selection.build,
+                self._num_microbatches(topology.num_positions),
+                self.selection.short,
+                self.recompute,
+                SyncPolicy(self.gradient_sync),
+                self.shared_memory,
+            )
+        return self._layouts[topology]
 
     def choose_cuts(self, module: nn.Module, anatomy: Anatomy, schedule: Schedule) -> tuple[int, ...]:
         """The first block of each stage but the first: as given, or balanced.
@@ -166,7 +169,7 @@ class Settings:
         """Microbatches of a batch with enough rows."""
         if self.selection.fixed is not None:
             return self.selection.fixed.num_microbatches
-        return self.num_microbatches or self.selection.microbatches_per_stage * num_positions
+        return self.num_microbatches or self.selection.microbatches_per_rank * num_positions
 
     def _ascends(self, num_positions: int) -> bool:
         """Whether positions run with the global ranks, so that the last stage is on the first rank."""

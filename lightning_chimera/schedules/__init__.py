@@ -83,14 +83,14 @@ class Family(NamedTuple):
     Attributes:
         build: makes the schedule from a number of ranks and a number of microbatches; a rank runs one stage of a pipe
             unless the schedule gives it several.
-        microbatches_per_stage: the default number of microbatches, divided by the number of ranks.
+        microbatches_per_rank: the default number of microbatches, divided by the number of ranks.
         summary: one line for people.
         option: what else ``build`` takes, by keyword: ``pipes`` or ``chunks``; empty for nothing.
         short: what runs a batch of too few rows where ``build`` needs many microbatches; its stages are placed alike.
     """
 
     build: Callable[..., Schedule]
-    microbatches_per_stage: int
+    microbatches_per_rank: int
     summary: str
     option: str = ""
     short: Builder | None = None
@@ -123,7 +123,7 @@ SCHEDULES: dict[str, Family] = {
     "dualpipe": Family(
         dualpipe,
         2,
-        "Two opposite pipes that pair forwards with backwards; at least 2 microbatches a stage.",
+        "Two opposite pipes that pair forwards with backwards; at least 2 microbatches a rank.",
         short=chimera,
     ),
     "dualpipe_v": Family(dualpipe_v, 2, "DualPipe folded to a V, without copies of the weights.", short=zb_v),
@@ -143,20 +143,20 @@ def get_family(name: str) -> Family:
     raise ValueError(f"There is no schedule {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
 
 
-def default_num_microbatches(name: str, num_stages: int) -> int:
+def default_num_microbatches(name: str, num_ranks: int) -> int:
     """Return the number of microbatches that a named schedule uses unless told otherwise.
 
     Raises:
         ValueError: if no family has the name.
     """
-    return get_family(name).microbatches_per_stage * num_stages
+    return get_family(name).microbatches_per_rank * num_ranks
 
 
 def select(schedule: str | os.PathLike[str] | Builder | Schedule, **options: int | None) -> Selection:
     """Return how to make the schedule that a user chose.
 
     Args:
-        schedule: the name of a family, the path of a file that ``read_schedule`` reads, a function of (stages,
+        schedule: the name of a family, the path of a file that ``read_schedule`` reads, a function of (ranks,
             microbatches), or a schedule.
         options: what the family takes besides, such as ``pipes``; ``None`` for its default.
 
@@ -176,7 +176,7 @@ def select(schedule: str | os.PathLike[str] | Builder | Schedule, **options: int
             )
     if family is not None:
         build = functools.partial(family.build, **given) if given else family.build
-        return Selection(build, family.microbatches_per_stage, short=family.short)
+        return Selection(build, family.microbatches_per_rank, short=family.short)
     if is_path:
         return Selection.of_value(read_schedule(schedule))  # type: ignore[arg-type]  # a path, as it was found to be
     if isinstance(schedule, Schedule):
@@ -185,5 +185,5 @@ def select(schedule: str | os.PathLike[str] | Builder | Schedule, **options: int
         return Selection(schedule, 2)
     raise ValueError(
         f"schedule={schedule!r}: give the name of a schedule ({', '.join(SCHEDULES)}), the path of a .csv or .txt file,"
-        " a function of (stages, microbatches), or a Schedule."
+        " a function of (ranks, microbatches), or a Schedule."
     )

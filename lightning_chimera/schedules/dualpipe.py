@@ -54,7 +54,7 @@ def dualpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Return the DualPipe schedule; with one stage, which has nothing to pair, 1F1B.
 
     Raises:
-        ValueError: if the number of stages or of microbatches is odd, or there are fewer than two microbatches a stage.
+        ValueError: if the number of stages or of microbatches is odd, or there are fewer than two for each stage.
     """
     check_counts("dualpipe", num_stages, num_microbatches)
     placement = opposite_pipes("dualpipe", num_stages)

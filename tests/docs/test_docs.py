@@ -23,6 +23,7 @@ from lightning_chimera.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+USAGE = (ROOT / "docs/usage.md").read_text()
 
 
 class Block(NamedTuple):
@@ -129,9 +130,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_table_of_arguments_is_that_of_the_constructor() -> None:
-    shown = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/usage.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"^\| `(\w+)` \|", USAGE, re.MULTILINE)
     own = list(inspect.signature(lightning_chimera.ChimeraStrategy).parameters)
     assert shown == own[: own.index("accelerator")]
+
+
+def test_the_usual_numbers_of_microbatches_are_those_of_the_schedules() -> None:
+    ones = sorted(name for name, family in SCHEDULES.items() if family.microbatches_per_rank == 1)
+    assert {family.microbatches_per_rank for family in SCHEDULES.values()} == {1, 2}
+    row = re.search(r"^\| `num_microbatches` \| one for each rank of the pipeline with (.*), two ", USAGE, re.MULTILINE)
+    assert row is not None
+    assert sorted(re.findall(r"`(\w+)`", row[1])) == ones
+    said = re.sub(r"\s+", " ", inspect.getdoc(lightning_chimera.ChimeraStrategy) or "")
+    argument = re.search(r"num_microbatches: Parts of a batch; by default one (.*), and two with all others", said)
+    assert argument is not None
+    assert sorted(re.findall(r"``(\w+)``", argument[1])) == ones
 
 
 def test_the_readme_names_every_strategy() -> None:

@@ -7,11 +7,11 @@ from lightning_chimera.schedules import chimera, gpipe, one_f_one_b, select
 
 def test_a_name_selects_its_family() -> None:
     assert select("1f1b").build is one_f_one_b
-    assert select("chimera").microbatches_per_stage == 1
+    assert select("chimera").microbatches_per_rank == 1
     assert select("gpipe").fixed is None
 
 
-def test_a_function_of_stages_and_microbatches_is_a_selection() -> None:
+def test_a_function_of_ranks_and_microbatches_is_a_selection() -> None:
     assert select(gpipe).build(2, 3) == gpipe(2, 3)
 
 
