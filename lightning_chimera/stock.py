@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor
 from lightning.pytorch.loggers import Logger
@@ -87,17 +87,11 @@ def log_graphs(loggers: Sequence[Logger], module: LightningModule) -> None:
     if not loggers or module.example_input_array is None:
         return
     device = module.device
-    _say_device(module, torch.device("cpu"))
+    _update_properties(module, device=torch.device("cpu"))
     for logger in loggers:
         logger.log_graph(module)
         logger.__dict__["log_graph"] = _skip_once(logger)
-    _say_device(module, device)
-
-
-def _say_device(module: LightningModule, device: torch.device) -> None:
-    for part in module.modules():
-        if isinstance(part, _DeviceDtypeModuleMixin):
-            part._device = device
+    _update_properties(module, device=device)
 
 
 def _skip_once(logger: Logger) -> Callable[..., None]:

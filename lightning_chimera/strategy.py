@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -89,7 +90,8 @@ class ChimeraStrategy(WholeModelCalls):
             path of a .csv or .txt file, a function of (ranks, microbatches), or a Schedule.
         num_stages: Ranks of a pipeline group, each of which runs one stage of a pipe unless the schedule gives it
             several; all processes by default. With more processes the group is replicated.
-        num_microbatches: Parts of a batch; by default one per stage for Chimera and two per stage else.
+        num_microbatches: Parts of a batch; by default one for each rank of the pipeline with ``chimera``,
+            ``chimera_split``, ``chimera_split_in_place``, ``chimera_split_v`` and ``hanayo``, and two with all others.
         recompute: What runs once more in the backward instead of being kept: ``"blocks"`` keeps the inputs of blocks,
             ``"stages"`` those of stages, a list those of some stages.
         pipes: Pipes of the schedules that have several.
@@ -401,6 +403,8 @@ class ChimeraStrategy(WholeModelCalls):
         compiled = any(map(is_compiled, anatomy.blocks()))
         check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiled)
         self._engine = Engine(module, runner, self.layout, self._groups, self.root_device, self._settings.longest_wait)
+        # Lightning says so of the parts that are there before `setup`, and would of all others when it moves them.
+        _update_properties(module, device=self.root_device)
         own = schedule.placement.stages_of(self.topology.position)
         self._compiled = CompiledBlocks(chain.from_iterable(map(runner.blocks_in, own)), backend)
 

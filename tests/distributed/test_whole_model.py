@@ -43,12 +43,39 @@ class AsksAParametersDevice(LanguageModule):
         return super().training_step({name: value.to(device) for name, value in batch.items()}, batch_idx)
 
 
+class Positions(L.LightningModule):
+    """A part that knows a device of its own."""
+
+    def forward(self, length: int) -> Tensor:
+        return torch.arange(length, device=self.device)[None]
+
+
+class AsksItsOwnDevice(LanguageModule):
+    """Makes a part in a hook that is on no CPU before it is trained, as none is where the run is on an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def setup(self, stage: str) -> None:
+        with torch.device("meta"):
+            self.positions = Positions()
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        zeros = torch.zeros(1, LENGTH, dtype=torch.int64, device=self.device)
+        return super().training_step({**batch, "position_ids": zeros + self.positions(LENGTH)}, batch_idx)
+
+
 @pytest.mark.contract(
     "The module", "`self.device`, `self.model.device` and `next(self.parameters()).device` on every rank"
 )
 @pytest.mark.parametrize(
     ("cell", "module"),
-    [(FEW, AsksTheModelsDevice), (CHIMERA, AsksTheModelsDevice), (CHIMERA, AsksAParametersDevice)],
+    [
+        (FEW, AsksTheModelsDevice),
+        (CHIMERA, AsksTheModelsDevice),
+        (CHIMERA, AsksAParametersDevice),
+        (FEW, AsksItsOwnDevice),
+    ],
     ids=label,
 )
 def test_the_device_of_a_part_elsewhere_is_that_of_the_rank(world: World, cell: Cell, module: Make) -> None:
