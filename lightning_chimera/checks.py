@@ -40,6 +40,9 @@ _SAM = ("first_step", "second_step")
 _SUMS_UP = ("Prodigy", "DAdapt")
 """How the names of those begin whose learning rate comes from sums over all parameters."""
 
+_LONGEST_WAIT = timedelta(days=24)
+"""The system polls for milliseconds in 31 bits."""
+
 
 def check_sizes(**sizes: int | None) -> None:
     """Refuses numbers that are no counts.
@@ -97,7 +100,7 @@ def recomputed_stages(recompute: str | Sequence[int] | None, num_stages: int) ->
 
 
 def check_timeout(timeout: Any, name: str = "timeout") -> timedelta:
-    """A bound on waiting, as a duration.
+    """A bound on waiting, as a duration; one that no system call takes is cut to the longest that all take.
 
     Args:
         timeout: What was given.
@@ -107,9 +110,9 @@ def check_timeout(timeout: Any, name: str = "timeout") -> timedelta:
         ValueError: It is no positive number of seconds.
     """
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < timedelta.max.days * 86400:
-        return timedelta(seconds=timeout)
+        return min(timedelta(seconds=timeout), _LONGEST_WAIT)
     if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
+        return min(timeout, _LONGEST_WAIT)
     raise ValueError(f"{name}={timeout!r}: it must be a positive number of seconds.")
 
 

@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from datetime import timedelta
-from threading import Thread
+from threading import Thread, Timer
 from typing import NoReturn
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_chimera.checks import check_timeout
 from lightning_chimera.runtime import shared_memory
 from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.links import Links
@@ -196,6 +197,30 @@ def test_silence_is_waited_for_as_long_as_is_said(link: Link) -> None:
     with pytest.raises(LinkError, match=r"nothing has come for 0\.2 s"):
         link[1].receive(0, BOUNDARY)
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("given", [1e10, timedelta.max])
+def test_the_longest_wait_is_one_that_the_system_takes(given: float | timedelta) -> None:
+    bound = check_timeout(given)
+    outbox = Outbox(bound)
+    inbox = Inbox(outbox.offer, bound)
+    sender = Timer(0.1, lambda: outbox.send(0, tensor(5)))
+    sender.start()
+    found = inbox.receive(0, BOUNDARY)  # there is nothing yet
+    sender.join()
+    assert found is not None
+    assert bool((found == 5).all())
+    nothing = Boundary(torch.Size((0,)), torch.float32)
+
+    def read(count: int) -> None:
+        for number in range(1, count):
+            inbox.receive(number, nothing)
+
+    reader = Timer(0.1, read, [3000])  # more than the pipe holds
+    reader.start()
+    for number in range(1, 3000):
+        outbox.send(number, torch.empty(0))
+    reader.join()
 
 
 def test_both_ends_see_that_the_other_has_gone() -> None:
