@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 _PEER_ERROR = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer|the (sender|receiver) has gone")
-_TIME_OUT = re.compile(r"Timed out waiting|nothing has come for|has read no message for")
+_TIME_OUT = re.compile(r"Timed out waiting|wait timeout|nothing has come for|has read no message for")
+"""What gloo, the store and the links through memory say; not a DataLoader, which "timed out"."""
 
 
 def is_of_a_peer(error: BaseException) -> bool:

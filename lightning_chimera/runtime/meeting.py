@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 from lightning_chimera.runtime.blackboard import current_run, exchange, name_ranks
+from lightning_chimera.runtime.errors import has_timed_out, is_of_a_peer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,12 +21,6 @@ PATIENCE = timedelta(seconds=5)
 
 _SHORT_PATIENCE = timedelta(seconds=2)
 """The same for one that was left, where another one may have timed out, or may be dead."""
-
-_TIMED_OUT = ("Timed out", "wait timeout")
-"""What gloo and the store say; not a DataLoader, which "timed out"."""
-
-_LEFT = ("Connection closed by peer", "Connection reset by peer")
-"""What gloo says, on the ranks that wait for one whose wait has timed out too."""
 
 _calls: list[str] = []
 """The calls that this rank is in; the outermost is the one that people know."""
@@ -49,7 +44,7 @@ def meeting(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = "" if len(_calls) > 1 else _where(call, str(error))
+        said = "" if len(_calls) > 1 else _where(call, error)
         if not said:
             raise
         raise RanksApart(said) from error
@@ -71,13 +66,13 @@ def met(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return mark
 
 
-def _where(call: str, error: str) -> str:
+def _where(call: str, error: BaseException) -> str:
     """Says where the ranks are, if this or another one's wait has timed out."""
-    has_timed_out = any(text in error for text in _TIMED_OUT)
-    if not has_timed_out and not any(text in error for text in _LEFT):
+    is_late = has_timed_out(error)
+    if not is_late and not is_of_a_peer(error):  # of one whose own wait has timed out, say
         return ""
-    own = json.dumps([call, has_timed_out])
-    said = exchange(f"meeting/{current_run()}", own, PATIENCE if has_timed_out else _SHORT_PATIENCE)
+    own = json.dumps([call, is_late])
+    said = exchange(f"meeting/{current_run()}", own, PATIENCE if is_late else _SHORT_PATIENCE)
     known = {rank: json.loads(one) for rank, one in enumerate(said) if one is not None}
     late = [rank for rank, (_, timed_out) in known.items() if timed_out]
     if not late:

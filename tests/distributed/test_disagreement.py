@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_chimera import facts
@@ -221,7 +222,8 @@ class OnRankZero(L.Callback):
             return
         strategy: Any = trainer.strategy
         # Short from here on only, where nobody comes however fast the machine is.
-        _set_pg_timeout(timedelta(seconds=1), strategy.engine.groups.world)
+        for group in (strategy.engine.groups.world, dist.group.WORLD):
+            _set_pg_timeout(timedelta(seconds=1), group)
         if not trainer.is_global_zero:
             return
         if self.call == "save_checkpoint":
@@ -264,6 +266,34 @@ def test_a_call_of_one_rank_only_is_named(world: World, tmp_path: Path, call: st
         assert f"They were\n  in {name}: rank 0\n  in the end of a hook of the loop: rank 1" in text
         assert "take them out of `if trainer.is_global_zero:`" in text
     assert not (tmp_path / "some.ckpt").exists()
+
+
+class AtBatchStart(L.Callback):
+    """Enters a barrier on global rank 0 only, before the second batch: the other waits in its training step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        strategy: Any = trainer.strategy
+        _set_pg_timeout(timedelta(seconds=1), strategy.engine.groups.world)
+        for inbox in strategy.engine.pipeline._executor._links._inboxes.values():
+            inbox._timeout = timedelta(seconds=1)
+        if trainer.is_global_zero:
+            strategy.barrier()
+
+
+def barrier_before_a_step() -> str:
+    loader = make_loader(make_rows("gpt2", 2 * ROWS))
+    return says(lambda: make_trainer(FEW, callbacks=[AtBatchStart()], max_epochs=1).fit(LanguageModule(), loader))
+
+
+def test_a_step_that_waits_in_shared_memory_says_where_the_others_are(world: World) -> None:
+    try:
+        said = world.run(barrier_before_a_step, size=2, limit=30)
+    except RankFailed as failed:  # the one that raised later was told by the other, and has left
+        said = [str(failed)]
+    for text in said:
+        assert "They were\n  in strategy.barrier(): rank 0\n  in a training step: rank 1" in text, text
 
 
 class GathersMoreOnRankZero(L.Callback):
