@@ -21,6 +21,8 @@ _OF_TRAINER = ("accumulate_grad_batches", "max_epochs", "max_steps", "gradient_c
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _PLACES = ("_name_or_path", "name_or_path", "transformers_version")
 """Entries of a model's configuration that may differ from host to host."""
+_COMPARED = 8
+"""Numbers of each parameter in which checkpoints are compared."""
 
 
 def facts_of_run(trainer: Trainer, module: LightningModule, schedule: Schedule, **settings: Any) -> dict[str, str]:
@@ -40,6 +42,7 @@ def facts_of_run(trainer: Trainer, module: LightningModule, schedule: Schedule, 
     facts["the order of the schedule"] = hashlib.sha256(str(schedule.rows).encode()).hexdigest()[:10]
     facts |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in (*_OF_TRAINER, *_LIMITS)}
     facts["Trainer(precision=...)"] = str(trainer.precision)
+    facts["the checkpoint to go on from"] = _of_checkpoint(trainer._checkpoint_connector._loaded_checkpoint)
     facts["the class of the module"] = type(module).__name__
     for name, part in module.named_modules():
         config: Any = getattr(part, "config", None)
@@ -51,6 +54,24 @@ def facts_of_run(trainer: Trainer, module: LightningModule, schedule: Schedule, 
             }
             break  # parts of a model have the same one
     return facts | _tensors("parameter", module.named_parameters()) | _tensors("buffer", module.named_buffers())
+
+
+def _of_checkpoint(checkpoint: Mapping[str, Any]) -> str:
+    """How far a checkpoint is: each rank reads a file by itself, and that of another machine may be another one."""
+    if not checkpoint:
+        return "none"
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {}).get("current", {})
+    counts = {
+        "step": checkpoint.get("global_step"),
+        "epoch": checkpoint.get("epoch"),
+        "batch": progress.get("processed"),
+    }
+    digest = hashlib.sha256()
+    for name, value in checkpoint.get("state_dict", {}).items():
+        digest.update(name.encode())
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+            digest.update(str(value.flatten()[:_COMPARED].tolist()).encode())
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) + f", weights {digest.hexdigest()[:10]}"
 
 
 @functools.cache

@@ -113,6 +113,48 @@ def test_ranks_that_differ_at_the_start_all_name_the_difference(world: World, sc
     assert "look for what depends on the rank" in first
 
 
+CHECKPOINTS = {
+    "none": r"step 1, epoch 0, batch 1, weights \w+ on rank 0; none on rank 1",
+    "later": r"step 1, epoch 0, batch 1, weights \w+ on rank 0; step 2, epoch 0, batch 2, weights \w+ on rank 1",
+    "of another run": r"step 1, epoch 0, batch 1, weights (\w+) on rank 0; \w.* 1, weights (?!\1)\w+ on rank 1",
+}
+"""What the other rank finds where this one finds the checkpoint of a step."""
+
+
+class Saves(L.Callback):
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{self.name}-{trainer.global_step}.ckpt")
+
+
+def go_on_from(folder: Path, other: str, method: str) -> str:
+    loader = make_loader(make_rows("gpt2", 3 * ROWS, padded=False))
+    for name in ("own", "of another run"):
+        torch.manual_seed(len(name))
+        trainer = make_trainer(FEW, max_steps=2, max_epochs=1, callbacks=[Saves(folder, name)])
+        trainer.fit(LanguageModule(), loader)
+    others = {"none": None, "later": folder / "own-2.ckpt", "of another run": folder / "of another run-1.ckpt"}
+    path = others[other] if rank() else folder / "own-1.ckpt"
+    trainer = make_trainer(FEW, max_epochs=2, callbacks=[])
+    return says(lambda: getattr(trainer, method)(LanguageModule(), loader, ckpt_path=path))
+
+
+@pytest.mark.contract(
+    "Faults",
+    "ranks that find different checkpoints, or none, as without a shared folder: found at the start, on all of them",
+    "refused",
+)
+@pytest.mark.parametrize(("other", "method"), [*((other, "fit") for other in CHECKPOINTS), ("later", "validate")])
+def test_ranks_that_resume_from_different_checkpoints_all_name_them(
+    world: World, tmp_path: Path, other: str, method: str
+) -> None:
+    first, second = world.run(go_on_from, tmp_path, other, method, size=2, limit=60)
+    assert first == second
+    assert re.search(f"the checkpoint to go on from: {CHECKPOINTS[other]}", first), first
+
+
 def one_comes_not() -> str:
     cell = replace(FEW, strategy=(("timeout", 3),))
     assert fit(cell, LanguageModule(), max_epochs=1) == "none"
