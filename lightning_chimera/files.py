@@ -1,6 +1,7 @@
 """Checkpoint files that are either whole or not there, and the newest of them."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,16 @@ class WholeFiles(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
-        with part.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()  # which would keep the last bytes of a full disk
+            raise
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
