@@ -52,23 +52,34 @@ def leaving_after(seconds: float, text: str) -> Iterator[None]:
         timer.cancel()
 
 
-def leave_nothing(verdict: Verdict, members: Mapping[int, Member]) -> None:
-    """Ends what would be left of the run on this machine."""
+def leave_nothing(verdict: Verdict, members: Mapping[int, Member], own: Member) -> None:
+    """Ends what would be left of the run on this machine.
+
+    Args:
+        verdict: Why the run can't go on.
+        members: The processes of all ranks.
+        own: That of this one.
+    """
+    member = members.get(verdict.rank)
+    if member is not None and member.is_near(own) and _is_stuck(verdict, member):
+        with suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)
     _call_before_leaving()
     for child in multiprocessing.active_children():  # such as workers of a loader, which would notice only later
         child.kill()
-    member = members.get(verdict.rank)
-    if verdict.kind in ("stalled", "store") and member is not None:
-        own = Member.of_this_process(verdict.rank)
-        if member.is_near(own) and member.is_stopped():
-            with suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
     if dist.is_initialized() and dist.get_backend() == "nccl":
         with suppress(Exception):
             _abort_process_group()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def _is_stuck(verdict: Verdict, member: Member) -> bool:
+    """Whether a process can't leave by itself: it is stopped, or holds the interpreter lock for ever."""
+    if verdict.kind == "store":  # another thread answers for the store, also where the lock is held
+        return member.is_stopped()
+    return verdict.kind == "stalled" and not member.is_gone()
 
 
 def _call_before_leaving() -> None:

@@ -44,13 +44,19 @@ class Member(NamedTuple):
         return self.space == other.space
 
     def is_gone(self) -> bool:
-        """Whether it has ended; asked of one that is near."""
-        found = _look(str(self.pid))
+        """Whether it is known to have ended; asked of one that is near."""
+        try:
+            found = _look(str(self.pid))
+        except OSError:  # too many open files, say: to see nothing is not to see it gone
+            return False
         return found is None or found[1] != self.born or found[0] in _ENDED
 
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds it; asked of one that is near."""
-        found = _look(str(self.pid))
+        """Whether it is known that a signal or a debugger holds it; asked of one that is near."""
+        try:
+            found = _look(str(self.pid))
+        except OSError:
+            return False
         return found is not None and found[1] == self.born and found[0] in _STOPPED
 
 

@@ -187,17 +187,22 @@ class Watcher:
     def _talk(self) -> None:
         """Beats and listens until the end."""
         before = time.monotonic()
+        asked: list[tuple[Callable[[], Any], Future[Any]]] = []
         while True:
-            asked = self._pending()
+            asked += self._pending()
+            now = time.monotonic()
             try:
-                now = time.monotonic()
                 self._round(min(now - before, 2 * self._period))  # without the time in which this process stood still
-                before = now
-                for request, future in asked:
+                while asked:
+                    request, future = asked[0]
                     future.set_result(request())
+                    del asked[0]
             except RuntimeError:  # of the store: it has gone
                 self._is_lost = True
                 return
+            except (OSError, MemoryError):  # of this process, as if it had too many open files: until the next round
+                pass
+            before = now
             self._rounds += 1
             if self._stop.is_set():
                 return
@@ -364,13 +369,15 @@ class Watcher:
         return self._is_dead(verdict.rank) or beat.state == LEFT or self._is_lost
 
     def _leave(self, verdict: Verdict) -> None:
-        """Leaves the process."""
-        threading.Thread(target=exit_later, daemon=True).start()
-        if self._prints(verdict):
-            os.write(2, verdict.text.encode(errors="replace"))
-        self._wait_until_seen([rank for rank in self._others if rank != verdict.rank and not self._is_dead(rank)])
-        leave_nothing(verdict, self._members)
-        os._exit(1)
+        """Leaves the process, whatever else fails."""
+        try:
+            threading.Thread(target=exit_later, daemon=True).start()
+            if self._prints(verdict):
+                os.write(2, verdict.text.encode(errors="replace"))
+            self._wait_until_seen([rank for rank in self._others if rank != verdict.rank and not self._is_dead(rank)])
+            leave_nothing(verdict, self._members, self._own)
+        finally:
+            os._exit(1)
 
     def _prints(self, verdict: Verdict) -> bool:
         """Whether this rank tells its screen, which others may share."""

@@ -1,5 +1,6 @@
 """Runs in which one rank meets a fault, at a chosen place in a chosen step."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -48,6 +49,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGINT": kill(signal.SIGINT),
     "out of memory": run_out_of_memory,
 }
+LOCK = {"held lock": lambda: ctypes.PyDLL(None).sleep(600)}
+"""Keeps the interpreter lock, so that no thread of Python runs in the process, nor a handler of signals."""
 PLACES = ("forward", "backward", "all-reduce", "validation", "checkpoint save")
 
 
@@ -56,7 +59,7 @@ class Victim(LanguageModule):
 
     Args:
         rank: The global rank.
-        fault: A key of ``FAULTS``.
+        fault: A key of ``FAULTS`` or ``LOCK``.
         place: One of ``PLACES``.
         folder: Where the time of the fault is noted.
     """
@@ -96,7 +99,7 @@ class Victim(LanguageModule):
         if is_here and self.trainer.global_step >= STEP:
             self.is_armed = False
             Path(self.folder, "when").write_text(str(time.monotonic()))
-            FAULTS[self.fault]()
+            (FAULTS | LOCK)[self.fault]()
 
 
 def suffer(

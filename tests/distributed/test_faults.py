@@ -4,15 +4,18 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import select
 import signal
 import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
 from lightning_chimera.children import PARENT, look_after_parent
 from lightning_chimera.runtime.watch import stop_watching
@@ -39,9 +42,12 @@ SAMPLE = [
     (0, "SIGKILL", "forward"),
     (1, "SIGSTOP", "backward"),
     (0, "SIGSTOP", "all-reduce"),
+    (2, "held lock", "forward"),
+    (0, "held lock", "validation"),
     (2, "SIGINT", "forward"),
     (0, "out of memory", "checkpoint save"),
 ]
+STALLS = ("SIGSTOP", "held lock")
 STAGE = r"stage \d( of pipe \d)?, microbatch \d"
 NUMBER = r"\d(\.\d)?"
 WHERE = {
@@ -74,21 +80,21 @@ def accused(text: str) -> set[int]:
 
 def judge(world: World, folder: Path, rank: int, fault: str, place: str) -> str:
     """Has a rank meet a fault, checks how the run ends, and gives a line of the table."""
-    stall = STALL_TIMEOUT if fault == "SIGSTOP" else 120.0
+    stall = STALL_TIMEOUT if fault in STALLS else 120.0
     with pytest.raises(RankFailed) as caught:
         world.run(suffer, rank, fault, place, str(folder), RANKS, stall, size=RANKS, limit=90.0, grace=BOUND + SLACK)
     failure = caught.value
     seconds = time.monotonic() - float((folder / "when").read_text())
-    assert seconds < BOUND + SLACK + (STALL_TIMEOUT if fault == "SIGSTOP" else 0.0), failure
-    killed = {"SIGKILL", "SIGSTOP"} & {fault}
-    expected = [-9 if killed and other == rank else 1 for other in range(RANKS)]  # else the harness had to end one
+    assert seconds < BOUND + SLACK + (STALL_TIMEOUT if fault in STALLS else 0.0), failure
+    is_killed = fault == "SIGKILL" or fault in STALLS
+    expected = [-9 if is_killed and other == rank else 1 for other in range(RANKS)]  # else the harness had to end one
     assert failure.exit_codes == expected, failure
     assert failure.stopped == [], failure
     text = "".join(failure.outputs) + str(failure)
     if fault in SAYS:
         assert re.search(rf"rank {rank} of {RANKS} failed at: {WHERE[place]}", text), text
         assert SAYS[fault] in text
-    elif fault in ("SIGKILL", "SIGSTOP"):
+    elif is_killed:
         what = "vanished" if fault == "SIGKILL" else "stalled"
         assert re.search(rf"chimera: rank {rank} of {RANKS} has {what}", text), text
         assert re.search(r"Rank \d (waits for it|was) at: step [23], .", text), text
@@ -125,6 +131,30 @@ def test_a_rank_that_leaves_by_itself_is_named_though_python_prints_nothing(worl
         world.run(suffer, 1, "sys.exit", "forward", str(tmp_path), 2, 120.0, size=2, limit=90.0, grace=BOUND + SLACK)
     said = re.findall(rf"chimera: rank 1 of 2 failed at: {WHERE['forward']} \(SystemExit: 0\)", caught.value.outputs[1])
     assert len(said) == 1, caught.value
+
+
+class RunsOutOfFiles(Callback):
+    """Rank 1 can open no file for a while."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            free = os.open(os.devnull, os.O_RDONLY)
+            os.close(free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            time.sleep(6.0)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def train_with_few_files() -> int:
+    cell = Cell("1f1b", strategy=(("stall_timeout", 2.0),))
+    trainer = make_trainer(cell, max_epochs=1, callbacks=[RunsOutOfFiles()])
+    trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    return trainer.global_step
+
+
+def test_a_rank_that_can_open_no_file_for_a_while_goes_on_and_is_not_accused(world: World) -> None:
+    assert world.run(train_with_few_files, size=2, limit=60.0) == [4, 4]
 
 
 def go_on_alone() -> None:
