@@ -69,6 +69,11 @@ def choose_port() -> None:
         os.environ.setdefault("MASTER_PORT", str(_PORTS[number % len(_PORTS)]))
 
 
+def is_run_again() -> bool:
+    """Whether this run has been started before: its job was requeued, or torchrun has started its processes anew."""
+    return any(int(os.environ.get(name) or 0) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+
+
 def is_running() -> bool:
     """Whether the controller still has this job running: neither cancelled, nor over its time, nor requeued already."""
     return "JobState=RUNNING" in _scontrol("show", "job", _job()).split()

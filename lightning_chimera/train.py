@@ -70,8 +70,11 @@ def run(config: DictConfig) -> float | None:
     return losses[-1] if losses else None
 
 
-def _check_launch() -> None:
+def _check_launch(accelerator: str) -> None:
     """Refuses ranks that somebody else has started where they would not agree on the run's folder, or on their number.
+
+    Args:
+        accelerator: The Trainer's.
 
     Raises:
         CompactHydraException: `launch` does not say who has started them, or they were not told what it needs.
@@ -82,6 +85,12 @@ def _check_launch() -> None:
         raise CompactHydraException(
             "launch=slurm takes the number of devices from the job's --ntasks-per-node, which was not given to sbatch"
             " or srun."
+        )
+    alone = accelerator == "cpu" or os.environ.get("SLURM_NTASKS_PER_NODE") == "1"
+    if launch == "slurm" and "SLURM_GPUS_PER_TASK" in os.environ and not alone:
+        raise CompactHydraException(
+            f"--gpus-per-task={os.environ['SLURM_GPUS_PER_TASK']} shows each task its own GPUs alone, and the Trainer"
+            " looks for those of all tasks of a node: give sbatch --gpus-per-node, as many as --ntasks-per-node."
         )
     if any(override.startswith("hydra.run.dir=") for override in config.overrides.hydra):
         return
@@ -101,13 +110,18 @@ def _check_launch() -> None:
 
 
 def _checkpoint(config: DictConfig) -> str | None:
-    """The checkpoint to resume from; `auto` is the newest one in the run's folder, and none in a new folder."""
-    from lightning_chimera.files import newest_checkpoint
+    """The checkpoint to resume from; `auto` is the newest one in the run's folder, and none in a new folder.
 
-    if config.ckpt_path != "auto":
-        return config.ckpt_path  # type: ignore[no-any-return]
+    One that is given by its path is where the run has begun: a job that is run again has got further since.
+    """
+    from lightning_chimera.files import newest_checkpoint
+    from lightning_chimera.slurm import is_run_again
+
+    given: str | None = config.ckpt_path
+    if given != "auto" and (given is None or not is_run_again()):
+        return given
     newest = newest_checkpoint(Path(config.paths.output_dir))
-    return None if newest is None else str(newest)
+    return str(newest) if newest is not None else None if given == "auto" else given
 
 
 def _build_logger(name: str, config: DictConfig) -> Any:
@@ -164,7 +178,7 @@ def _print_summary(trainer: "L.Trainer", losses: list[float], output_dir: Path) 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_chimera.conf", config_name="train")
 def train(config: DictConfig) -> float | None:
     """Hydra's task function."""
-    _check_launch()
+    _check_launch(str(config.trainer.get("accelerator", "auto")))
     return run(config)
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from hydra.errors import CompactHydraException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_chimera.train import _check_launch, run
+from lightning_chimera.train import _check_launch, _checkpoint, run
 
 TINY = ["gpt2_tiny", "bert_tiny"]
 TWO_STEPS = ["trainer.max_steps=2", "trainer.val_check_interval=1", "trainer.log_every_n_steps=1"]
@@ -167,10 +168,35 @@ def test_ranks_that_would_not_agree_on_a_folder_are_told_so(compose_run, monkeyp
         monkeypatch.setenv(name, value)
     compose_run("gpt2_tiny", f"launch={launch}")
     with pytest.raises(CompactHydraException, match=message):
-        _check_launch()
+        _check_launch("cpu")
     if launch != "slurm":
         compose_run("gpt2_tiny", f"launch={launch}", "hydra.run.dir=somewhere")
-        _check_launch()
+        _check_launch("cpu")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "accelerator", "is_refused"), [("2", "gpu", True), ("1", "gpu", False), ("2", "cpu", False)]
+)
+def test_tasks_that_see_a_gpu_each_are_told_so(compose_run, monkeypatch, tasks, accelerator, is_refused):
+    for name, value in {"NTASKS_PER_NODE": tasks, "NNODES": "1", "JOB_ID": "7", "GPUS_PER_TASK": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    compose_run("gpt2_tiny", "launch=slurm")
+    with pytest.raises(CompactHydraException, match="--gpus-per-node") if is_refused else nullcontext():
+        _check_launch(accelerator)
+
+
+@pytest.mark.contract("Launch", "a recipe with `ckpt_path=FILE`, whose job is requeued, goes on from where it has got")
+@pytest.mark.parametrize("counter", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_job_that_runs_again_goes_on_from_what_it_has_saved_itself(compose_run, monkeypatch, tmp_path, counter):
+    config = compose_run("gpt2_tiny", "ckpt_path=given.ckpt", f"paths.output_dir={tmp_path}")
+    saved = tmp_path / "checkpoints" / "hpc_ckpt_1.ckpt"
+    for count, has_saved, expected in [("0", True, "given"), ("1", False, "given"), ("1", True, "saved")]:
+        monkeypatch.setenv(counter, count)
+        saved.parent.mkdir(exist_ok=True)
+        saved.touch() if has_saved else saved.unlink(missing_ok=True)
+        assert _checkpoint(config) == {"given": "given.ckpt", "saved": str(saved)}[expected]
+    config.ckpt_path = None
+    assert _checkpoint(config) is None
 
 
 def test_an_unknown_option_ends_with_the_known_ones(tmp_path):
