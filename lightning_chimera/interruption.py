@@ -16,10 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed import ProcessGroup
 
 from lightning_chimera import slurm
-from lightning_chimera.signals import REQUEUE, Interrupted, Signals
+from lightning_chimera.signals import Interrupted, Signals
 
 _FILE = "interrupted.ckpt"
 """Where a run that is not requeued is saved, in the Trainer's ``default_root_dir``."""
+
+_REQUEUED_FILES = "hpc_ckpt_*.ckpt"
+"""Where a job that is requeued is saved there; Lightning resumes from them if no other checkpoint is given."""
 
 
 class Interruption:
@@ -31,15 +34,31 @@ class Interruption:
     """
 
     def __init__(self, environment: ClusterEnvironment | None, *, saves: bool) -> None:
-        self._requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeue: signal.Signals | None = None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue = environment.requeue_signal
         self._saves = saves
-        self._signals = Signals(requeues=self._requeues)
+        self._signals = Signals(self._requeue)
         self._told: signal.Signals | None = None
 
     def begin(self, trainer: Trainer) -> None:
         """Takes the signals, at the start of a run."""
         self._told = None
         self._signals.install(trainer)
+
+    def check_resumed(self, trainer: Trainer) -> None:
+        """Warns of a requeued job that goes on from an older checkpoint than the one that it has saved itself."""
+        folder, path = str(trainer.default_root_dir), str(trainer.ckpt_path or "")
+        if self._requeue is None or not path or trainer.state.fn != TrainerFn.FITTING or "://" in folder + path:
+            return
+        given = os.path.getmtime(path)
+        newer = [file for file in Path(folder).glob(_REQUEUED_FILES) if file.stat().st_mtime > given]
+        if newer:
+            rank_zero_warn(
+                f"{newer[0]} was saved when a job was requeued, and this one goes on from the older ckpt_path={path!r}:"
+                " what was trained in between is lost. Give ckpt_path=None where SLURM_RESTART_COUNT is set, so that"
+                " Lightning finds that file; a job that is to begin with another one needs another default_root_dir."
+            )
 
     def end(self, *, deliver: bool) -> None:
         """Gives the signals back.
@@ -68,14 +87,14 @@ class Interruption:
             Interrupted: A signal has come to a rank.
         """
         if self._told is not None:
-            _interrupt(trainer, self._told, requeues=self._requeues, saves=self._saves, of_rank_zero=of_rank_zero)
+            requeues = self._requeue is not None and self._told in (self._requeue, signal.SIGTERM)
+            _interrupt(trainer, self._told, requeues=requeues, saves=self._saves, of_rank_zero=of_rank_zero)
 
 
 def _interrupt(
     trainer: Trainer, kind: signal.Signals, *, requeues: bool, saves: bool, of_rank_zero: Callable[[Any], Any]
 ) -> NoReturn:
     rank_zero_info(f"{kind.name} ends the run after step {trainer.global_step}.")
-    requeues = requeues and kind in (REQUEUE, signal.SIGTERM)
     if (requeues or saves) and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
         _save(trainer, requeues=requeues)
     for logger in trainer.loggers:
@@ -112,7 +131,7 @@ def _save(trainer: Trainer, *, requeues: bool) -> None:
     trainer.save_checkpoint(path)
     rank_zero_info(f"Saved step {trainer.global_step} to {path}")
     if trainer.is_global_zero and requeues and "://" not in folder:
-        for old in Path(folder).glob("hpc_ckpt_*.ckpt"):
+        for old in Path(folder).glob(_REQUEUED_FILES):
             if old != Path(path):
                 try:
                     old.unlink()

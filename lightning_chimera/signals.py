@@ -4,8 +4,6 @@ A handler runs between any two instructions, so it must neither wait for another
 the others may be in another part of the step.
 """
 
-import logging
-import mmap
 import os
 import signal
 import threading
@@ -14,15 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data._utils import signal_handling
 
-log = logging.getLogger(__name__)
-
-REQUEUE = signal.SIGUSR1
-"""What Slurm sends before a job's time is over, as in ``--signal=USR1@120``."""
-
-KINDS = (REQUEUE, signal.SIGTERM, signal.SIGINT)
-"""The signals that are taken, the one that counts most first."""
+from lightning_chimera.workers import Workers
 
 
 class Interrupted(SIGTERMException):
@@ -41,58 +32,58 @@ class Interrupted(SIGTERMException):
 class Signals:
     """Takes the signals of this process while a run goes on.
 
-    A second SIGINT ends the process at once. Processes that are forked in the meantime, such as a loader's workers,
-    inherit the handlers: they leave signals to this process as long as the run goes on.
+    A second SIGINT ends the process at once. Processes that are forked in the meantime have the handlers that this one
+    had before, but for the workers of loaders, which leave signals to this process.
 
     Args:
-        requeues: Whether ``REQUEUE`` is taken; where nobody would requeue, it keeps its meaning.
+        requeue: What is sent before a job's time is over, as in Slurm's ``--signal=USR1@120``; ``None`` where nobody
+            would requeue, so that it keeps its meaning.
+
+    Attributes:
+        kinds: The signals that are taken, the one that counts most first.
     """
 
-    def __init__(self, *, requeues: bool) -> None:
-        self.requeues = requeues
+    def __init__(self, requeue: signal.Signals | None) -> None:
+        self.requeue = requeue
+        first = [] if requeue is None else [requeue]
+        self.kinds = list(dict.fromkeys([*first, signal.SIGTERM, signal.SIGINT]))
         self._previous: dict[signal.Signals, Any] = {}
         self._pid = 0
         self._received: set[signal.Signals] = set()
-        self._runs = mmap.mmap(-1, 1)  # shared with the processes that are forked
+        self._workers = Workers(self.kinds)
         self._connector: Any = None
-        self._set_in_worker: Any = None
 
     def install(self, trainer: Trainer) -> None:
         """Takes the signals of a run, instead of Lightning: its own handlers save, and wait for other ranks.
 
         While a run is set up there is nothing to save, and ranks wait until all have come: who is told to end then ends
-        at once, as without these handlers. ``REQUEUE`` alone would end a process, so it is noted from the start.
+        at once, as without these handlers. What asks for a requeue would end a process, so it is noted from the start.
         """
         if self._connector is not None or threading.current_thread() is not threading.main_thread():
             return
         self._pid = os.getpid()
         self._received.clear()
-        self._runs[0] = 1
         self._connector = trainer._signal_connector
         self._connector.__dict__["register_signal_handlers"] = self._take_rest
-        if self.requeues:
-            self._handle(REQUEUE)
+        _installed.append(self)
+        if self.requeue is not None:
+            self._handle(self.requeue)
 
     def _take_rest(self) -> None:
         """Takes the other signals, where Lightning would: the run has been set up."""
         self._connector.received_sigterm = False
-        for kind in (signal.SIGTERM, signal.SIGINT):
-            self._handle(kind)
-        # torch gives a worker a handler of its own, which ends it: and that would be an error in this process.
-        self._set_in_worker = vars(signal_handling)["_set_worker_signal_handlers"]
-        vars(signal_handling)["_set_worker_signal_handlers"] = self._start_worker
+        for kind in self.kinds:
+            if kind not in self._previous and kind != self.requeue:
+                self._handle(kind)
+        self._workers.begin()
 
     def _handle(self, kind: signal.Signals) -> None:
         previous = signal.getsignal(kind)
-        if previous == signal.SIG_IGN or (kind == REQUEUE and callable(previous)):
+        is_users = callable(previous) and previous is not signal.default_int_handler
+        if previous == signal.SIG_IGN or (kind == self.requeue and is_users):
             return  # ignored, as in the background of a shell, or the user's own
         self._previous[kind] = previous
         signal.signal(kind, self._note)
-
-    def _start_worker(self) -> None:
-        self._set_in_worker()
-        if signal.SIGTERM in self._previous:
-            signal.signal(signal.SIGTERM, self._note)
 
     def remove(self, *, deliver: bool) -> None:
         """Puts the handlers back.
@@ -102,25 +93,23 @@ class Signals:
         """
         if self._connector is None:
             return
-        self._runs[0] = 0
-        for kind, handler in self._previous.items():
-            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
-        self._previous = {}
-        if self._set_in_worker is not None:
-            vars(signal_handling)["_set_worker_signal_handlers"] = self._set_in_worker
-            self._set_in_worker = None
+        self._put_back()
         self._connector.__dict__.pop("register_signal_handlers", None)
         self._connector = None
-        left = [kind for kind in KINDS[1:] if kind in self._received]
+        _installed.remove(self)
+        left = [kind for kind in self.kinds if kind in self._received and kind != self.requeue]
         self._received.clear()
         if deliver and left:
             os.kill(self._pid, left[0])
 
+    def _put_back(self) -> None:
+        self._workers.end()
+        for kind, handler in self._previous.items():
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         kind = signal.Signals(number)
-        if os.getpid() != self._pid:
-            self._note_elsewhere(kind)
-            return
         if kind == signal.SIGINT:
             signal.signal(kind, signal.SIG_DFL)  # the second one ends the process, whatever it waits for
         self._received.add(kind)
@@ -128,32 +117,32 @@ class Signals:
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
-    def _note_elsewhere(self, kind: signal.Signals) -> None:
-        """In a forked process: a signal to the whole group is the rank's business until the run is over."""
-        if not self._runs[0]:
-            signal.signal(kind, signal.SIG_DFL)
-            os.kill(os.getpid(), kind)
-
     @property
     def received(self) -> list[int]:
-        """For each of ``KINDS`` whether it has come to this process."""
-        return [int(kind in self._received) for kind in KINDS]
+        """For each of ``kinds`` whether it has come to this process."""
+        return [int(kind in self._received) for kind in self.kinds]
 
     def take(self, votes: list[int]) -> signal.Signals | None:
         """The signal to act on.
 
         Args:
-            votes: For each of ``KINDS`` how many ranks it has come to.
+            votes: For each of ``kinds`` how many ranks it has come to.
         """
-        kinds = [kind for kind, count in zip(KINDS, votes, strict=True) if count]
+        kinds = [kind for kind, count in zip(self.kinds, votes, strict=True) if count]
         if not kinds:
             return None
         self._received.clear()
         return kinds[0]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Handlers, and the memory that tells forked processes, belong to one process."""
-        return {"requeues": self.requeues}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+_installed: list[Signals] = []
+"""Those of the runs that go on in this process: of a second one within a hook as well."""
+
+
+def _put_all_back() -> None:
+    """In a process that has been forked: signals to it are none of the run's business."""
+    while _installed:
+        _installed.pop()._put_back()
+
+
+os.register_at_fork(after_in_child=_put_all_back)

@@ -355,6 +355,8 @@ class ChimeraStrategy(WholeModelCalls):
         if trainer.enable_autolog_hparams:
             log_graphs(trainer.loggers, self.lightning_module)
         check_at_start(self._facts(trainer), "at the start", self._settings.longest_wait)
+        assert self._interruption is not None
+        self._interruption.check_resumed(trainer)
         self._cut(self.lightning_module)
         self._handover = Handover(self.lightning_module, self.engine, deals=self._deals)
         self._failure.begin()

@@ -1,23 +1,27 @@
 """Signals in the middle of steps: all ranks end alike after the same batch, and what they have saved loads."""
 
+import ctypes
+import multiprocessing
 import os
 import random
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_chimera.signals import Interrupted
 
 from .fidelity import Cell, make_trainer
 from .launches import forget_rank
-from .users import ROWS, LanguageModule, make_loader, make_rows
+from .users import ROWS, LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
 
@@ -149,14 +153,16 @@ def test_an_interrupt_of_the_parent_ends_all_ranks_after_a_whole_step(world: Wor
 # ------------------------------------------------------------------------------------------- requeues at any instant
 
 
-def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[str, Any, int, int]:
+def train_until_told(
+    folder: str, delay: float, kind: signal.Signals, context: str = "fork", at_start: bool = False, **options: Any
+) -> tuple[str, Any, int, int]:
     """Trains with fast steps and a loader worker; all processes of a rank get a signal at some moment.
 
     Returns how it ended, with which code, after which step, and from which it had resumed.
     """
     torch.manual_seed(0)
     rank = int(os.environ["LOCAL_RANK"])
-    trainer = make_trainer(Cell("1f1b"), max_epochs=-1, default_root_dir=folder)
+    trainer = make_trainer(Cell("1f1b"), max_epochs=-1, default_root_dir=folder, **options)
     begun: list[int] = []
     # Not after the run, which another rank's signal may end before: the process would die of it, as it should.
     later = threading.Timer(delay + 0.01 * rank, lambda: os.killpg(os.getpgid(0), kind))
@@ -164,6 +170,8 @@ def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[s
     class SignalsLater(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             begun.append(trainer.global_step)
+            if at_start:
+                self.on_train_batch_end()
 
         def on_train_batch_end(self, *_: Any) -> None:
             if len(begun) == 1:  # the loader's worker is there by now, and gets the signal as well
@@ -174,7 +182,9 @@ def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[s
             later.cancel()
 
     trainer.callbacks.append(SignalsLater())
-    loader = DataLoader(make_rows("gpt2", 8 * ROWS), ROWS, num_workers=1, persistent_workers=True)
+    loader = DataLoader(
+        make_rows("gpt2", 8 * ROWS), ROWS, num_workers=1, persistent_workers=True, multiprocessing_context=context
+    )
     try:
         trainer.fit(LanguageModule("gpt2"), loader)
     except Interrupted as ended:
@@ -186,14 +196,27 @@ def train_until_told(folder: str, delay: float, kind: signal.Signals) -> tuple[s
 def test_a_job_is_requeued_at_any_instant_and_resumed_at_the_saved_step(
     world: World, tmp_path: Path, instants: int
 ) -> None:
-    """The controller is a script that notes what it is asked; tests/cluster does the same with a real one."""
-    asked = tmp_path / "asked"
-    (tmp_path / "bin").mkdir()
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    draw, step = random.Random(0), 0
+    for _ in range(instants):
+        delay, env = draw.uniform(0.0, 0.3), job(tmp_path)
+        (first, *others) = world.run(as_task, str(tmp_path / "run"), delay, signal.SIGUSR1, size=2, env=env)
+        assert others == [first]
+        how, code, end, begin = first
+        assert (how, code, begin) == ("SIGUSR1", 0, step)
+        step = end
+        (saved,) = (tmp_path / "run").glob("hpc_ckpt_*.ckpt")
+        assert torch.load(saved, weights_only=True)["global_step"] == step
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 5_2"] * instants
+
+
+def job(folder: Path) -> dict[str, str]:
+    """What the tasks of a job find; the controller is a script that notes what it is asked."""
+    (folder / "bin").mkdir(exist_ok=True)
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
     scontrol.chmod(0o755)
-    job = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    return {
+        "PATH": f"{folder}/bin:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_JOB_ID": "5",
         "SLURM_ARRAY_TASK_ID": "2",
@@ -204,22 +227,74 @@ def test_a_job_is_requeued_at_any_instant_and_resumed_at_the_saved_step(
         "SLURM_NODEID": "0",
         "SLURM_NODELIST": "127.0.0.1",
     }
-    draw, step = random.Random(0), 0
-    for _ in range(instants):
-        (first, *others) = world.run(as_task, str(tmp_path / "run"), draw.uniform(0.0, 0.3), size=2, env=job)
-        assert others == [first]
-        how, code, end, begin = first
-        assert (how, code, begin) == ("SIGUSR1", 0, step)
-        step = end
-        (saved,) = (tmp_path / "run").glob("hpc_ckpt_*.ckpt")
-        assert torch.load(saved, weights_only=True)["global_step"] == step
-    assert asked.read_text().splitlines() == ["requeue 5_2"] * instants
 
 
-def as_task(folder: str, delay: float) -> tuple[str, Any, int, int]:
+def as_task(
+    folder: str, delay: float, kind: signal.Signals, context: str = "fork", at_start: bool = False, given: bool = False
+) -> tuple[str, Any, int, int]:
     """A rank of a world as a task of a job."""
     os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["LOCAL_RANK"]
-    return train_until_told(folder, delay, signal.SIGUSR1)
+    options = {"plugins": [SLURMEnvironment(requeue_signal=kind)]} if given else {}
+    return train_until_told(folder, delay, kind, context, at_start, **options)
+
+
+@pytest.mark.contract(
+    "Launch",
+    "a requeue by the signal of `SLURMEnvironment(requeue_signal=...)`, and with loader workers that are spawned",
+)
+@pytest.mark.parametrize(
+    ("kind", "context", "at_start"),
+    [
+        (signal.SIGHUP, "fork", False),
+        (signal.SIGTERM, "fork", False),
+        (signal.SIGUSR1, "spawn", True),
+        pytest.param(signal.SIGUSR1, "spawn", False, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, "forkserver", True, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, "forkserver", False, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "spawn", True, marks=pytest.mark.long),
+    ],
+)
+def test_a_job_is_requeued_by_its_own_signal_and_whatever_starts_the_workers(
+    world: World, tmp_path: Path, kind: signal.Signals, context: str, at_start: bool
+) -> None:
+    """A signal at the start finds a spawned worker that still imports what it needs."""
+    arguments = (str(tmp_path / "run"), 1.0 if at_start else 0.05, kind, context, at_start, kind != signal.SIGUSR1)
+    (first, *others) = world.run(as_task, *arguments, size=2, env=job(tmp_path))
+    assert others == [first]
+    how, code, end, begin = first
+    is_running = kind != signal.SIGTERM  # which Slurm may have sent to a job that it ends: the script knows of none
+    assert (how, code, begin) == (kind.name, 0 if is_running else 128 + kind, 0)
+    (saved,) = (tmp_path / "run").glob("hpc_ckpt_*.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == end > 0
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == (["requeue 5_2"] if is_running else ["show job 5_2"])
+
+
+def warn(folder: str, is_older: bool) -> list[str]:
+    """Returns the warnings of a task that goes on from a checkpoint of its own choice, where a job was requeued."""
+    os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = os.environ["LOCAL_RANK"]
+    loader = make_loader(make_rows("gpt2", 2 * ROWS), ROWS)
+    trainer = make_trainer(Cell("1f1b"), max_epochs=1, default_root_dir=folder)
+    trainer.fit(LanguageModule("gpt2"), loader)
+    given, saved = Path(folder, "given.ckpt"), Path(folder, "hpc_ckpt_1.ckpt")
+    for path in (given, saved) if is_older else (saved, given):
+        trainer.save_checkpoint(path)
+        time.sleep(0.05)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(Cell("1f1b"), max_epochs=2, default_root_dir=folder)
+        trainer.fit(LanguageModule("gpt2"), loader, ckpt_path=given)
+    return [str(warning.message) for warning in caught if "was saved when a job was requeued" in str(warning.message)]
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_job_that_would_lose_what_it_saved_when_it_was_requeued_is_warned(
+    world: World, tmp_path: Path, is_older: bool
+) -> None:
+    first, second = world.run(warn, str(tmp_path), is_older, size=2, env=job(tmp_path))
+    assert second == []
+    assert len(first) == is_older
+    assert not first or f"{tmp_path}/hpc_ckpt_1.ckpt was saved" in first[0]
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
@@ -229,3 +304,84 @@ def test_the_workers_of_a_loader_leave_a_signal_to_all_to_their_rank(
     (first, *others) = world.run(train_until_told, str(tmp_path), 0.05, kind, size=2)
     assert first[:2] == (kind.name, 128 + kind)
     assert others == [first]
+
+
+# ---------------------------------------------------------------------------------------------- processes of the user's
+
+
+class Forks(Callback):
+    """Starts processes in a hook, and ends them."""
+
+    def __init__(self) -> None:
+        self.ended: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1 or trainer.global_rank:
+            return
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(target=block)
+        process.start()
+        time.sleep(0.2)
+        process.terminate()
+        process.join(5.0)
+        self.ended.append(process.exitcode)
+        process.kill()
+        with fork.Pool(2) as pool:  # which ends its workers by SIGTERM, and waits for them
+            self.ended.append(pool.apply(abs, (-1,)))
+
+
+def block() -> None:
+    """Blocks in C for ever, whatever signals come: no handler of Python runs."""
+    lock = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+
+def train_with_processes() -> tuple[list[Any], int]:
+    forks = Forks()
+    trainer = make_trainer(Cell("1f1b"), max_epochs=1, callbacks=[forks])
+    trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", 3 * ROWS), ROWS))
+    return forks.ended, trainer.global_step
+
+
+@pytest.mark.contract("Launch", "processes that a hook starts and ends again: a run's handlers are not theirs")
+def test_a_process_that_a_hook_forks_ends_when_it_is_terminated(world: World) -> None:
+    assert world.run(train_with_processes, size=2) == [([-signal.SIGTERM, 1], 3), ([], 3)]
+
+
+class Blocks(Dataset[Row]):
+    """Rows, one of which blocks who reads it."""
+
+    def __init__(self) -> None:
+        self.rows = make_rows("gpt2", 4 * ROWS)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        if index == 2 * ROWS:
+            block()
+        return self.rows[index]
+
+
+def train_with_a_worker_that_blocks(options: dict[str, Any]) -> None:
+    trainer = make_trainer(Cell("1f1b"), max_epochs=1)
+    trainer.fit(LanguageModule("gpt2"), DataLoader(Blocks(), ROWS, num_workers=1, timeout=3, **options))
+
+
+@pytest.mark.contract("Faults", "a loader's worker that blocks in C code: its rank ends, and ends the worker")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"persistent_workers": True}, marks=pytest.mark.long),
+        pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_worker_that_blocks_holds_up_no_end(world: World, options: dict[str, Any]) -> None:
+    with pytest.raises(RankFailed) as failed:
+        world.run(train_with_a_worker_that_blocks, options, size=2, limit=90.0, grace=20.0)
+    assert failed.value.exit_codes == [1, 1], failed.value  # else the harness had to end one
+    assert "DataLoader timed out after 3 seconds" in failed.value.error
+    assert "is killed by signal" not in "".join(failed.value.outputs)
