@@ -1,13 +1,15 @@
 """Which jobs of Slurm are refused at the start."""
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_chimera.slurm import check_tasks, choose_port
+from lightning_chimera.slurm import check_tasks, choose_port, is_run_again
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -117,3 +119,32 @@ def test_every_step_of_a_job_has_a_port_of_its_own(monkeypatch) -> None:
             choose_port()
             ports.add(os.environ["MASTER_PORT"])
     assert len(ports) == 15
+
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "recipes" / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("cpus", ["8", None])
+def test_srun_is_told_the_cpus_that_sbatch_was_given_and_only_those(tmp_path, script, cpus) -> None:
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "${SRUN_CPUS_PER_TASK-none}"\n')
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_TASK_ID": "0"}
+    given = {} if cpus is None else {"SLURM_CPUS_PER_TASK": cpus}
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job, **given}
+    ended = subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [cpus or "none"]
+    options = script.read_text()
+    assert "#SBATCH --open-mode=append" in options
+    assert "##SBATCH --cpus-per-task=" in options
+
+
+def test_a_run_that_was_started_before_is_known_by_slurm_or_torchrun(monkeypatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert not is_run_again()
+    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        for count, expected in (("0", False), ("", False), ("2", True)):
+            monkeypatch.setenv(name, count)
+            assert is_run_again() == expected
+        monkeypatch.delenv(name)
