@@ -73,16 +73,21 @@ def train_plainly(world: World, work: Path, *own: str) -> None:
     world.run(run_recipe, overrides(work, *single, *own), size=1, limit=150.0)
 
 
-LAYOUTS = {"one pipeline of 4": (4, 1), "two replicas of 2": (2, 2)}
+LAYOUTS = {
+    "one pipeline of 4": (4, 1, "stages"),
+    "two replicas of 2": (2, 2, "stages"),
+    "two replicas of a stage share a node": pytest.param(2, 2, "replicas", marks=pytest.mark.long),
+}
 
 
-@pytest.mark.parametrize(("stages", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("stages", "replicas", "innermost"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_job_over_two_nodes_trains_as_one_process(
-    cluster: Cluster, world: World, tmp_path: Path, stages: int, replicas: int
+    cluster: Cluster, world: World, tmp_path: Path, stages: int, replicas: int, innermost: str
 ) -> None:
+    layout = [f"trainer.strategy.num_stages={stages}", f"trainer.strategy.innermost={innermost}"]
     job = cluster.submit(
         SCRIPTS / "train.sbatch",
-        *overrides(tmp_path, f"trainer.strategy.num_stages={stages}"),
+        *overrides(tmp_path, *layout),
         env=environment(tmp_path),
     )
     train_plainly(world, tmp_path, f"data.batch_size={8 * replicas}")
@@ -95,7 +100,11 @@ def test_a_job_over_two_nodes_trains_as_one_process(
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11)
     plan = re.findall(r"^0:\s+(\d+(?:, \d+)*)\s+(node\d(?:, node\d)*)\s+\d ", cluster.output(job), re.MULTILINE)
     names = ["node1", "node1", "node2", "node2"]
-    groups = [range(rank, 4, stages) for rank in range(stages)]
+    neighbours = innermost == "replicas"
+    groups = [
+        range(stage * replicas, (stage + 1) * replicas) if neighbours else range(stage, 4, stages)
+        for stage in range(stages)
+    ]
     assert plan == [
         (", ".join(map(str, ranks)), ", ".join(dict.fromkeys(names[rank] for rank in ranks))) for ranks in groups
     ]
