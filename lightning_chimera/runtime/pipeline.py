@@ -24,6 +24,9 @@ from lightning_chimera.timeline import Span, sync_places
 
 _NOTHING = nullcontext()
 
+_Passing = tuple[int, tuple[Any, ...]]
+"""A pipe, and the shapes of what goes through it."""
+
 Look = Callable[[Kind, int, int, Tensor], None]
 """Told what leaves a stage: forward or backward, stage, microbatch, tensor."""
 
@@ -113,6 +116,8 @@ class Pipeline:
         self._order = order
         self._training: dict[tuple[int, bool], tuple[Lowered, Mapping[Action, int]]] = {}
         self._evaluation: dict[int, Lowered] = {}
+        self._passed: set[_Passing] = set()
+        """What has gone through in finished steps, the same on all ranks: those that the pipe passes have seen it."""
         self._evaluated: set[tuple[Any, ...]] = set()
         self.schedule = usual
         """That of the last training step; a batch of few rows has one of its own."""
@@ -163,11 +168,14 @@ class Pipeline:
             self._runner, self._boundaries, microbatches, parts, splitters, self._recompute, self._seed, call, self.look
         )
         self._work = work
+        passing = [(lowered.schedule.pipe_of(part // parts), shapes) for part, shapes in enumerate(work.signatures)]
+        new = {part // parts for part, one in enumerate(passing) if not any(one[1]) or one not in self._passed}
         with preserved():  # once for all actions, each of which seeds the generators
             if sync is None or not places:
-                self._executor.run(lowered, work, new=work.new)
+                self._executor.run(lowered, work, new=new)
             else:
-                self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)), work.new)
+                self._executor.run(lowered, work, lambda action: sync.start(places.get(action, 0)), new)
+        self._passed.update(passing)
         self._work = None  # not if it fails: what it holds may be the reason
         self.schedule, self.spans = lowered.schedule, self._executor.spans
         self.hidden = [boundary.shape for boundary in work.known if boundary is not None]
@@ -244,8 +252,6 @@ class _Training:
         self.signatures = [microbatch.signature() for microbatch in self.microbatches]
         self.known = [self.boundaries.get(signature) for signature in self.signatures]
         """The boundary of each part, as far as it is known."""
-        self.new = {part // self.parts for part, known in enumerate(self.known) if known is None}
-        """The microbatches whose shapes this rank does not know, and so no rank of the pipeline: all see each."""
 
     def parts_of(self, action: Action) -> Sequence[int]:
         """The parts of the batch that an action works on."""

@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from .fidelity import STEPS, Cell, Experiment, Make, check, label, train, usual, usual_rows
+from lightning_chimera.schedules import Action, Kind, Placement, Schedule
+
+from .fidelity import (
+    STEPS,
+    Cell,
+    Experiment,
+    Make,
+    check,
+    label,
+    same_changes,
+    same_copies,
+    train,
+    train_plainly,
+    usual,
+    usual_rows,
+)
 from .users import LENGTH, ROWS, LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
@@ -39,6 +54,33 @@ def one_row(cell: Cell) -> Experiment:
 @pytest.mark.parametrize("make", [few_rows, one_row])
 def test_a_batch_may_have_fewer_rows_than_microbatches(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
+
+
+def two_heads(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Pipes that part at the first stage, so that two of three ranks run some of the microbatches only."""
+    pipes, rows = ((0, 2), (1, 2)), [list[Action]() for _ in range(num_ranks)]
+    for microbatch in range(num_microbatches):
+        pipe = microbatch % 2
+        first, last = pipes[pipe]
+        for stage, kind in ((0, Kind.FORWARD), (1, Kind.FORWARD), (1, Kind.BACKWARD), (0, Kind.BACKWARD)):
+            rows[last if stage else first].append(Action(stage, kind, microbatch, pipe))
+    return Schedule("two heads", Placement(pipes), num_microbatches, tuple(map(tuple, rows)))
+
+
+def sizes_move(cell: Cell) -> Experiment:
+    """A microbatch of one row is in the first pipe, and later in both, as are one of two rows and one of a batch."""
+    return rows_per_batch(cell, [3, 2, 4, 1, 4, 3, 2, 8, 6, 3])
+
+
+@pytest.mark.contract("Data", "shapes that are new to some ranks of a pipeline and not to others")
+@pytest.mark.parametrize("shares", [False, True], ids=["messages", "memory"])
+def test_shapes_may_be_new_to_some_ranks_only(world: World, shares: bool) -> None:
+    options = (("schedule", two_heads), ("shared_memory", shares), ("timeout", 10))
+    cell = Cell(stages=3, microbatches=2, strategy=options)
+    plain = train_plainly(world, cell.reference, sizes_move)
+    ranks = world.run(train, cell, sizes_move, size=3, limit=60)
+    same_changes(ranks[0], plain)
+    same_copies(ranks)
 
 
 def lengths_change(cell: Cell) -> Experiment:
