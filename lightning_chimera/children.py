@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 import torch.distributed as dist
 
@@ -124,7 +125,7 @@ def _die_with(parent: int) -> Callable[[], None]:
     return prepare
 
 
-def look_after_parent(parent: int | None = None) -> None:
+def look_after_parent(parent: BaseProcess | None = None, *, is_near: bool = True) -> None:
     """Ends this process some time after the one that has started it, where one has.
 
     It is told to end, so that in a run all ranks do so after the same step, and has to after some time. Where the
@@ -132,13 +133,16 @@ def look_after_parent(parent: int | None = None) -> None:
 
     Args:
         parent: The process that has forked or spawned this one; else it follows from the environment.
+        is_near: Whether this process is a child of it; a fork server stands between. Then it is asked by the pipe
+            between the two, of which forked processes would keep each other's end open.
     """
     global _looking
-    parent = _launcher() if parent is None else parent
-    if parent is None or _looking == os.getpid():
+    pid = _launcher() if parent is None else parent.pid
+    if pid is None or _looking == os.getpid():
         return
     _looking = os.getpid()
-    threading.Thread(target=_end_after, args=(parent,), name="chimera-parent", daemon=True).start()
+    is_alive = (lambda: os.getppid() == pid) if parent is None or is_near else parent.is_alive
+    threading.Thread(target=_end_after, args=(pid, is_alive), name="chimera-parent", daemon=True).start()
     _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
 
 
@@ -155,8 +159,8 @@ def _launcher() -> int | None:
     return parent if os.environ.get(PARENT) == str(parent) or "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_after(parent: int, is_alive: Callable[[], bool]) -> None:
+    while is_alive():
         time.sleep(0.5)
     if PARENT not in os.environ and os.environ.get("LOCAL_RANK") == "0":  # if it was a rank, the watch names it
         os.write(2, f"chimera: the process {parent} that has started the ranks has ended, and so do they.\n".encode())

@@ -9,11 +9,13 @@ from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
+from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_chimera.children import Children, environment, look_after_parent, restore
@@ -142,6 +144,7 @@ class FunctionLauncher(_MultiProcessingLauncher):
         threads: The threads of this process.
         num_processes: The processes on this node.
         num_nodes: The number of nodes.
+        patience: Seconds to wait for the ranks if this process is interrupted: they end a step, and may save it.
         strategy: The strategy.
         start_method: As in ``multiprocessing``.
     """
@@ -152,6 +155,7 @@ class FunctionLauncher(_MultiProcessingLauncher):
         threads: Threads,
         num_processes: int,
         num_nodes: int,
+        patience: float,
         strategy: ParallelStrategy,
         start_method: Any,
     ) -> None:
@@ -160,13 +164,15 @@ class FunctionLauncher(_MultiProcessingLauncher):
         self._threads = threads
         self._num_processes = num_processes
         self._num_nodes = num_nodes
+        self._patience = patience
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         _look_at_module(trainer, self._check)
         assert self._strategy.cluster_environment is not None
         check_rendezvous(self._strategy.cluster_environment, self._num_nodes)
-        self.procs = []
+        self.procs: list[Any] = []
+        others = multiprocessing.active_children()
         with environment(_VARIABLES), self._threads.around(self._num_processes, starts=True):
             reserve_port(self._strategy.cluster_environment)
             try:
@@ -177,25 +183,34 @@ class FunctionLauncher(_MultiProcessingLauncher):
                 self._end()
                 raise
             except KeyboardInterrupt:
+                if not self.procs:  # it has come while they were started
+                    self.procs = [child for child in multiprocessing.active_children() if child not in others]
                 # To all, or to this process alone. Not SIGINT: a second one would end who has got it at once.
                 self.kill(signal.SIGTERM)
-                self._end()
+                rank_zero_info("The ranks end after this step. A second interrupt ends them at once.")
+                self._end(self._patience)
                 raise
             except BaseException:
                 self._end()
                 raise
 
     @override
-    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+    def _wrapping_function(
+        self, process_idx: int, trainer: Trainer | None, function: Any, args: Any, *rest: Any, **kwargs: Any
+    ) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
-        look_after_parent(parent.pid)
+        look_after_parent(parent, is_near=self._start_method != "forkserver")
+        if self._start_method == "forkserver":  # as Lightning does for spawn: else all ranks would train one memory
+            args = _disable_module_memory_sharing(args)
         try:
-            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+            super()._wrapping_function(process_idx, trainer, function, args, *rest, **kwargs)
         except BaseException as error:
             if trainer is not None:
                 # Lightning does so in the parent only, and the other ranks would not be told.
                 _interrupt(trainer, error)
+            if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+                raise SystemExit(1) from error  # with 0 the parent would wait for a result
             raise
 
     def _refusal(self, error: Exception) -> Exception:
@@ -207,12 +222,21 @@ class FunctionLauncher(_MultiProcessingLauncher):
             " start_method='popen', or 'fork' on the CPU."
         )
 
-    def _end(self) -> None:
-        """Ends what still runs, which this process would wait for without a bound at its end."""
-        deadline = time.monotonic() + GRACE + BOUND
-        for process in self.procs:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
+    def _end(self, patience: float = GRACE + BOUND) -> None:
+        """Ends what still runs, which this process would wait for without a bound at its end.
+
+        Args:
+            patience: Seconds to wait before, if none fails.
+        """
+        deadline = time.monotonic() + patience
+        try:
+            while time.monotonic() < deadline and any(process.is_alive() for process in self.procs):
+                if any(process.exitcode for process in self.procs):
+                    deadline = min(deadline, time.monotonic() + GRACE + BOUND)
+                time.sleep(0.05)
+        finally:
+            for process in self.procs:
+                process.kill()
 
 
 def _look_at_module(trainer: Trainer | None, check: Check) -> None:

@@ -257,8 +257,8 @@ class ChimeraStrategy(WholeModelCalls):
             slurm.choose_port()
         start_method = self._settings.start_method
         check_session(start_method, self.num_processes)
-        if start_method == "popen":
-            patience = self._settings.longest_wait.total_seconds()
+        patience = self._settings.longest_wait.total_seconds()
+        if start_method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(
                 self._check_module,
                 self._threads,
@@ -269,7 +269,7 @@ class ChimeraStrategy(WholeModelCalls):
             )
         else:
             self._launcher = FunctionLauncher(
-                self._check_module, self._threads, self.num_processes, self.num_nodes, self, start_method
+                self._check_module, self._threads, self.num_processes, self.num_nodes, patience, self, start_method
             )
 
     def _check_module(self, module: LightningModule, trainer: Trainer) -> None:
@@ -291,7 +291,7 @@ class ChimeraStrategy(WholeModelCalls):
             self._interruption = Interruption(self.cluster_environment, saves=self._settings.save_on_signal)
         self._interruption.begin(self.lightning_module.trainer)
         super().setup_environment()
-        if self._settings.start_method in ("spawn", "forkserver"):
+        if isinstance(self._launcher, FunctionLauncher) and self._settings.start_method != "fork":
             reset_seed()  # a new process; elsewhere the generators are where a single process's would be
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -282,24 +283,25 @@ def outlive_the_parent(how: str) -> float:
 
 def start_a_rank(how: str, tell: int) -> None:
     """The life of the process that is killed."""
-    if how == "spawn":
-        multiprocessing.get_context("fork").Process(target=be_a_rank, args=(os.getpid(), tell)).start()
+    if how in ("spawn", "forkserver"):
+        context: Any = multiprocessing.get_context("fork" if how == "spawn" else how)
+        context.Process(target=be_a_rank, args=(how, Connection(os.dup(tell), readable=False))).start()
     else:
         os.environ.update({PARENT: str(os.getpid())} if how == "popen" else {"TORCHELASTIC_RUN_ID": "none"})
         if not os.fork():
-            be_a_rank(None, tell)
+            be_a_rank(how, Connection(os.dup(tell), readable=False))
     os.close(tell)
     time.sleep(60.0)
 
 
-def be_a_rank(parent: int | None, tell: int) -> None:
-    look_after_parent(parent)
-    os.write(tell, b"r")
+def be_a_rank(how: str, tell: Connection) -> None:
+    look_after_parent(multiprocessing.parent_process(), is_near=how != "forkserver")
+    os.write(tell.fileno(), b"r")
     time.sleep(60.0)
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", PREFIXES)
+@pytest.mark.parametrize("how", [*PREFIXES, "forkserver"])
 def test_a_rank_ends_soon_after_the_process_that_has_started_it_is_killed(world: World, how: str) -> None:
     (seconds,) = world.run(outlive_the_parent, how, size=1)
     assert seconds < 5.0

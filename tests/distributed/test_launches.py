@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from .world import RankFailed, World
 
 pytestmark = pytest.mark.timeout(240)
 
-PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON}
+PREFIXES = {"popen": PYTHON, "torchrun": TORCHRUN, "spawn": PYTHON, "forkserver": PYTHON}
 
 
 def train_plainly() -> tuple[float, dict[str, Tensor]]:
@@ -39,17 +41,18 @@ def train_plainly() -> tuple[float, dict[str, Tensor]]:
     return float(trainer.callback_metrics["train_loss"]), dict(module.state_dict())
 
 
-@pytest.mark.contract("Launch", "popen, spawn and torchrun")
-@pytest.mark.parametrize("method", ["popen", "torchrun", "spawn"])
+@pytest.mark.contract("Launch", "popen, spawn, forkserver and torchrun")
+@pytest.mark.parametrize("method", PREFIXES)
 def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, method: str) -> None:
-    options = {"start_method": "spawn"} if method == "spawn" else {}
+    is_sent = method in ("spawn", "forkserver")
+    options = {"start_method": method} if is_sent else {}
     ended = launch(tmp_path, *PREFIXES[method], folder=str(tmp_path), devices=2, **options)
     assert ended.code == 0, ended.screen
     assert ended.screen.count("chimera: 2 stages, 2 pipes, 2 microbatches") == 1  # the plan is printed once
     ((loss, state),) = world.run(train_plainly, size=1)
     found = [torch.load(path) for path in tmp_path.glob("*.pt")]
     # The parent of spawned processes gets the trained weights; else each process has them.
-    assert sorted(told["rank"] for told in found) == ([0] if method == "spawn" else [0, 1])
+    assert sorted(told["rank"] for told in found) == ([0] if is_sent else [0, 1])
     assert len({told["pid"] for told in found}) == len(found)
     for told in found:
         assert told["loss"] == pytest.approx(loss, rel=1e-4)
@@ -107,6 +110,38 @@ def test_the_rank_that_fails_is_named_by_a_process_that_has_forked_it(world: Wor
     assert "chimera: rank 1 of 2 failed at: step 2, train in training_step, stage " in text, text
     assert {"exception": "ArithmeticError: the fault", "sys.exit": "(SystemExit: 0)"}[fault] in text, text
     assert "the sender has gone" not in text, text
+
+
+class Leaves(Callback):
+    """Has every rank leave in the same way at the same place.
+
+    Args:
+        how: ``sys.exit``, or ``SIGINT`` as from somebody who knows the ranks.
+        hook: The place.
+    """
+
+    def __init__(self, how: str, hook: str) -> None:
+        self._how = how
+        setattr(self, hook, self._leave)
+
+    def _leave(self, *_: Any, **__: Any) -> None:
+        if self._how == "sys.exit":
+            sys.exit(0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def leave_a_notebook(how: str, hook: str) -> None:
+    forget_rank()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    cell = Cell("1f1b", 2, strategy=(("start_method", "fork"),))
+    trainer = make_trainer(cell, max_epochs=1, callbacks=[Leaves(how, hook)])
+    trainer.fit(LanguageModule(), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+
+
+@pytest.mark.parametrize(("how", "hook"), [("sys.exit", "on_train_batch_end"), ("SIGINT", "setup")])
+def test_a_process_whose_forked_ranks_all_leave_does_not_wait_for_a_result(world: World, how: str, hook: str) -> None:
+    with pytest.raises(RankFailed, match=r"process [01] terminated with exit code 1"):
+        world.run(leave_a_notebook, how, hook, size=1, limit=40.0)
 
 
 BAD = {
@@ -320,7 +355,7 @@ def test_what_cannot_be_sent_to_another_process_is_named(world: World, what: str
         world.run(fit_what_cannot_be_sent, what, method, size=1, limit=30.0)
 
 
-def train_in_a_job(kind: str) -> tuple[int, int, float]:
+def train_in_a_job(kind: str, method: str) -> tuple[int, int, float]:
     """Global rank, world size and loss of a rank that a job has started."""
     rank = os.environ["LOCAL_RANK"]
     if kind == "srun":
@@ -331,7 +366,7 @@ def train_in_a_job(kind: str) -> tuple[int, int, float]:
         os.environ["RANK"] = rank
     start_nothing()
     torch.manual_seed(0)
-    trainer = make_trainer(Cell("1f1b", 2), max_epochs=1)
+    trainer = make_trainer(Cell("1f1b", 2, strategy=(("start_method", method),)), max_epochs=1)
     trainer.fit(LanguageModule(exact=False), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
     return trainer.global_rank, trainer.world_size, float(trainer.callback_metrics["train_loss"])
 
@@ -347,17 +382,19 @@ WORKER = {"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"
     "torchrun in a task or in a shell of a Slurm job: the ranks are those of torchrun",
     reported="Lightning#18466, Lightning#13605, Lightning#11406",
 )
+@pytest.mark.contract("Launch", "`start_method` under torchrun, srun and LOCAL_RANK: they start the ranks, nobody else")
 @pytest.mark.parametrize(
-    ("kind", "variables"),
+    ("kind", "variables", "method"),
     [
-        ("srun", {**SLURM_TASK, **TWO_TASKS}),
-        ("torchrun", {**SLURM_TASK, **ONE_TASK, **WORKER}),
-        ("torchrun", {**SLURM_SHELL, **WORKER}),
+        ("srun", {**SLURM_TASK, **TWO_TASKS}, "fork"),
+        ("torchrun", {**SLURM_TASK, **ONE_TASK, **WORKER}, "popen"),
+        ("torchrun", {**SLURM_SHELL, **WORKER}, "spawn"),
+        ("by hand", {}, "forkserver"),
     ],
-    ids=["srun", "torchrun in a task", "torchrun in a shell"],
+    ids=["srun", "torchrun in a task", "torchrun in a shell", "LOCAL_RANK"],
 )
-def test_each_rank_of_a_job_is_there_once(world: World, kind: str, variables: dict[str, str]) -> None:
-    ranks = world.run(train_in_a_job, kind, size=2, env=variables)
+def test_each_rank_of_a_job_is_there_once(world: World, kind: str, variables: dict[str, str], method: str) -> None:
+    ranks = world.run(train_in_a_job, kind, method, size=2, env=variables)
     ((loss, _),) = world.run(train_plainly, size=1)
     assert ranks == [(rank, 2, pytest.approx(loss, rel=1e-4)) for rank in (0, 1)]
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_chimera import launch
 from lightning_chimera.signals import Interrupted
 
 from .fidelity import Cell, make_trainer
@@ -125,18 +127,27 @@ def test_a_signal_while_a_run_is_set_up_ends_it_at_once(world: World) -> None:
 
 
 class InterruptsParent(Callback):
+    """Interrupts the process that has started the ranks, and then takes longer than ranks that have failed may."""
+
+    def __init__(self, times: int, seconds: float) -> None:
+        self._times, self._seconds = times, seconds
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and trainer.global_rank == 0:
-            os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(0.5)
+            for _ in range(self._times):
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(0.5)
+            time.sleep(self._seconds)
 
 
-def train_in_a_notebook(folder: str) -> int:
+def train_in_a_notebook(folder: str, times: int, seconds: float) -> int:
     """Returns the exit code of the process that has started the ranks and is interrupted alone."""
     forget_rank()
+    launch.GRACE = launch.BOUND = 1.0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     cell = Cell("1f1b", 2, strategy=(("start_method", "fork"), ("save_on_signal", True)))
-    trainer = make_trainer(cell, max_epochs=-1, default_root_dir=folder, callbacks=[InterruptsParent()])
+    callbacks = [InterruptsParent(times, seconds)]
+    trainer = make_trainer(cell, max_epochs=-1, default_root_dir=folder, callbacks=callbacks)
     try:
         trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
     except SystemExit as ended:
@@ -144,10 +155,44 @@ def train_in_a_notebook(folder: str) -> int:
     return 0
 
 
-@pytest.mark.contract("Launch", "SIGINT to the process alone that has spawned or forked the ranks")
+@pytest.mark.contract(
+    "Launch", "SIGINT to the process alone that has spawned or forked the ranks: it waits for their step"
+)
 def test_an_interrupt_of_the_parent_ends_all_ranks_after_a_whole_step(world: World, tmp_path: Path) -> None:
-    assert world.run(train_in_a_notebook, str(tmp_path), size=1) == [1]
+    assert world.run(train_in_a_notebook, str(tmp_path), 1, 3.0, size=1) == [1]
     assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] > 1
+
+
+def test_a_second_interrupt_of_the_parent_ends_all_ranks_at_once(world: World, tmp_path: Path) -> None:
+    assert world.run(train_in_a_notebook, str(tmp_path), 2, 60.0, size=1, limit=40.0) == [1]
+    assert not list(tmp_path.iterdir())
+
+
+def interrupt_the_start() -> float:
+    """Returns how long it took to end, where the interrupt comes before the second rank has been started."""
+    start, started = BaseProcess.start, []
+
+    def start_one(process: BaseProcess) -> None:
+        if started:
+            raise KeyboardInterrupt
+        started.append(process)
+        start(process)
+
+    BaseProcess.start = start_one
+    begin = time.monotonic()
+    forget_rank()
+    trainer = make_trainer(Cell("1f1b", 2, strategy=(("start_method", "fork"),)), max_epochs=1)
+    with pytest.raises(SystemExit):
+        trainer.fit(LanguageModule("gpt2"), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    assert started
+    for process in started:
+        process.join()
+    return time.monotonic() - begin
+
+
+def test_an_interrupt_while_ranks_are_started_leaves_none(world: World) -> None:
+    (seconds,) = world.run(interrupt_the_start, size=1, limit=40.0)
+    assert seconds < 20.0
 
 
 # ------------------------------------------------------------------------------------------- requeues at any instant
