@@ -254,7 +254,7 @@ class Engine:
             parts.append(Outcome(place, recorded(loss), report, detach(extras_of(result)), detach(grown), counts))
             return scale(loss * (share / accumulate)) if counts else None
 
-        call = TrainingCall(step, batch.context, batch.key, weights.scales, finish, self.module.backward)
+        call = TrainingCall(step, batch.context, batch.key, weights.weighing, finish, self.module.backward)
         before = self._buffers(around)
         with self._stepping(), silent(self.module), self._apart() as earlier:
             sync = self._gradient_sync if is_last and self._gradient_sync.is_early else None

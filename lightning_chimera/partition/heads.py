@@ -6,10 +6,11 @@ different counts (MLM and next sentence, language model and multiple choice, sta
 terms, which are then weighed one by one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -22,6 +23,9 @@ Scales = tuple[float | None, ...]
 
 IGNORED = -100
 """The label that HuggingFace's losses leave out."""
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+"""What can hold it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class LabelCount:
         labels = self.labels(given)
         return None if labels is None else self.of(labels)
 
+    def basis(self, given: Given) -> tuple[Any, ...]:
+        """What the number follows from."""
+        return (given.get(self.name),)
+
     def labels(self, given: Given) -> Tensor | None:
         """The labels, if there are some of that name."""
         labels = given.get(self.name)
@@ -53,9 +61,13 @@ class LabelCount:
         return int((labels[..., self.shift :] != IGNORED).sum())
 
 
-def holds_ignored(labels: Any) -> bool:
-    """Whether a tensor is one of labels, some of which are ignored."""
-    return isinstance(labels, Tensor) and not labels.is_floating_point() and bool((labels == IGNORED).any())
+def hold_ignored(values: Iterable[Any]) -> bool:
+    """Whether tensors are among some values that are labels and ignored in part; a device is waited for once."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.dtype in _SIGNED:
+            found.setdefault(value.device, []).append(value.reshape(-1))
+    return any(bool((torch.cat(flat) == IGNORED).any()) for flat in found.values())
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,11 @@ class AnswerCount:
         if not isinstance(positions, Tensor) or not isinstance(ids, Tensor):
             return None
         return int((positions.clamp(min=0) < ids.shape[1]).sum())
+
+    def basis(self, given: Given) -> tuple[Any, ...]:
+        """What the number follows from."""
+        ids = given.get("input_ids")
+        return given.get(self.name), ids.shape[1] if isinstance(ids, Tensor) else None
 
 
 Count = LabelCount | AnswerCount
@@ -110,6 +127,19 @@ class HeadLoss:
     def counts(self) -> tuple[Count, ...]:
         """The count of each mean."""
         return tuple(term.count for term in self.terms) if self.terms else (self.count,)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How the means of a head are weighed for a part of a batch.
+
+    Attributes:
+        count: Over how many things a mean is taken, given its place among those of the head and the head's arguments.
+        scales: What each of several terms counts for; ``None`` where there is one mean.
+    """
+
+    count: Callable[[int, Given], int | None]
+    scales: Scales | None = None
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -189,14 +219,14 @@ def head_loss_of(top: PreTrainedModel) -> HeadLoss | None:
     return next((loss for suffix, loss in _BY_SUFFIX.items() if name.endswith(suffix)), None)
 
 
-def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: Scales, config: Any) -> tuple[int | None, ...]:
+def weigh_terms(output: Any, given: Given, head: HeadLoss, weighing: Weighing, config: Any) -> tuple[int | None, ...]:
     """Puts the weighed sums of a head's terms in the place of its losses.
 
     Args:
         output: The head's output; its losses are replaced.
         given: The head's arguments.
         head: The head's entry.
-        scales: What each term counts for, relative to the rows.
+        weighing: What each term counts for.
         config: The model's config.
 
     Returns:
@@ -214,9 +244,10 @@ def weigh_terms(output: Any, given: Given, head: HeadLoss, scales: Scales, confi
         )
     weighed: dict[str, Tensor] = {}
     counts: list[int | None] = []
-    for term, scale in zip(head.terms, scales, strict=True):
+    assert weighing.scales is not None
+    for place, (term, scale) in enumerate(zip(head.terms, weighing.scales, strict=True)):
         loss = getattr(output, term.attribute, None)
-        counts.append(None if loss is None else term.count(given))
+        counts.append(None if loss is None else weighing.count(place, given))
         if loss is None:
             continue
         if scale is None:

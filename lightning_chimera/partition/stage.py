@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_chimera.partition.anatomy import Anatomy
-from lightning_chimera.partition.heads import Scales, weigh_terms
+from lightning_chimera.partition.heads import Weighing, weigh_terms
 from lightning_chimera.partition.shadows import Shadow, Shadows
 
 Receive = Callable[[torch.Size], Tensor | None]
@@ -56,11 +56,13 @@ class HeadCall:
     Attributes:
         loss: The loss that the head computed itself, if it is one mean.
         labels: What it is a mean over.
+        count: Over how many of them, as they were when the head was called.
         counts: Over how many things each of its terms is a mean, if they were weighed; ``None`` for one that it lacks.
     """
 
     loss: Tensor | None = None
     labels: Tensor | None = None
+    count: int | None = None
     counts: tuple[int | None, ...] = ()
 
 
@@ -210,7 +212,7 @@ class StageRunner:
         *,
         receive: Receive,
         reseed: Reseed,
-        scales: Scales | None = None,
+        weighing: Weighing | None = None,
         recompute: bool = False,
     ) -> Passage:
         """Calls the user's step on one microbatch, as one stage sees it.
@@ -221,7 +223,7 @@ class StageRunner:
             receive: Told the shape of the boundary tensors of this microbatch; gives the activation that enters, on all
                 stages but the first.
             reseed: Called before each layer.
-            scales: What each term of a head with several counts for, relative to the rows; ``None`` to leave its loss.
+            weighing: How the head's loss is counted; ``None`` to leave it as it is.
             recompute: Whether each block keeps its input only, and runs once more in the backward.
 
         Raises:
@@ -236,7 +238,7 @@ class StageRunner:
             reseed(0)
             return self._forward(forward, given, passage.entered, places)
 
-        return self._call(call, passage, walk, scales, leaves=leaves, splits=True)
+        return self._call(call, passage, walk, weighing, leaves=leaves, splits=True)
 
     def run_whole(self, call: Callable[[], Any], *, is_last: bool, through: Through, reseed: Reseed) -> Passage:
         """Calls the user's step once on a whole batch; the rows that it gives to the model go through in parts.
@@ -281,7 +283,7 @@ class StageRunner:
         call: Callable[[], Any],
         passage: Passage,
         walk: Callable[[Callable[..., Any], dict[str, Any]], Any],
-        scales: Scales | None,
+        weighing: Weighing | None,
         *,
         leaves: bool,
         splits: bool,
@@ -290,7 +292,7 @@ class StageRunner:
         base, top = self.anatomy.base, self.anatomy.top
         shadows: list[Shadow] = [(top, "generate", _refuse_generate), (base, "forward", self._once(passage, walk))]
         if top is not base:
-            shadows.append((top, "forward", self._watched(passage.head, scales, splits=splits)))
+            shadows.append((top, "forward", self._watched(passage.head, weighing, splits=splits)))
         try:
             with Shadows(shadows):
                 passage.left = call()
@@ -347,7 +349,7 @@ class StageRunner:
                     f" only. Leave {name} out of the call and of the config."
                 )
 
-    def _watched(self, head: HeadCall, scales: Scales | None, *, splits: bool) -> Callable[..., Any]:
+    def _watched(self, head: HeadCall, weighing: Weighing | None, *, splits: bool) -> Callable[..., Any]:
         """The head's forward, noting its loss and its count, or weighing its terms, where it sees a part of a batch."""
         forward, known = self.anatomy.top.forward, self.anatomy.head_loss
 
@@ -365,9 +367,10 @@ class StageRunner:
             if not known.terms:
                 head.labels = known.count.labels(given)
                 if head.labels is not None:
+                    head.count = None if weighing is None else weighing.count(0, given)
                     head.loss = output[0] if isinstance(output, tuple) else output.loss
-            elif scales is not None:
-                head.counts = weigh_terms(output, given, known, scales, self.anatomy.top.config)
+            elif weighing is not None:
+                head.counts = weigh_terms(output, given, known, weighing, self.anatomy.top.config)
             return output
 
         return watch

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from lightning_chimera.partition.deferral import Splitter, WeightGradients
-from lightning_chimera.partition.heads import Scales
+from lightning_chimera.partition.heads import Weighing
 from lightning_chimera.partition.stage import HeadCall, Part, Passage, Receive, StageExit, StageRunner
 from lightning_chimera.runtime.boundary import Boundary
 from lightning_chimera.runtime.executor import Executor, Incoming
@@ -65,13 +65,13 @@ class TrainingCall(Call):
     """How to call the training step, and what to do with its result.
 
     Attributes:
-        scales: What each term of a microbatch's loss counts for, if its head has several.
+        weighing: How the means of a microbatch's head are weighed, if they are.
         finish: Given the microbatch's number, the step's result and the head's call, returns the loss to run backward
             from; ``None`` for a microbatch that counts nothing.
         backward: Runs backward from a loss.
     """
 
-    scales: Callable[[int], Scales | None]
+    weighing: Callable[[int], Weighing | None]
     finish: Callable[[int, Any, HeadCall], Tensor | None]
     backward: Callable[[Tensor], None]
 
@@ -366,7 +366,7 @@ class _Training:
         again = stage in self.recompute.stages and not is_last
         later = WeightGradients()
         with torch.no_grad() if again else _NOTHING, self._splitting(stage, later):
-            passage = self._pass(stage, part, receive, self.call.scales(part) if is_last else None)
+            passage = self._pass(stage, part, receive, self.call.weighing(part) if is_last else None)
         left = self.call.finish(part, passage.left, passage.head) if is_last else passage.left
         root = None if again or left is None else left if is_last else _Root(left)
         self.held[stage, part] = _Held(passage.entered, root, later)
@@ -383,7 +383,7 @@ class _Training:
         stage: int,
         part: int,
         receive: Receive,
-        scales: Scales | None = None,
+        weighing: Weighing | None = None,
     ) -> Passage:
         """Calls the user's step for a part, as a stage sees it."""
         key = mix(*self._key(part))
@@ -394,7 +394,7 @@ class _Training:
                 lambda: self.call.step(self.microbatches[part].data),
                 receive=receive,
                 reseed=partial(reseed, key),
-                scales=scales,
+                weighing=weighing,
                 recompute=self._recomputes_blocks(stage),
             )
 

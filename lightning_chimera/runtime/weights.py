@@ -1,6 +1,8 @@
 """What each microbatch's loss counts for, so that the sum over all of them is the whole batch's loss."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_chimera.partition.heads import IGNORED, HeadLoss, LabelCount, Scales, holds_ignored
+from lightning_chimera.partition.heads import IGNORED, Given, HeadLoss, Scales, Weighing, hold_ignored
 from lightning_chimera.partition.stage import HeadCall
 from lightning_chimera.runtime.microbatches import Microbatch, leaves
 from lightning_chimera.runtime.versions import version_of
@@ -44,13 +46,16 @@ class LossWeights:
     ) -> None:
         batches = [microbatch.data for microbatch in microbatches]
         self._leaves = [list(leaves(batch)) for batch in batches]  # now, since a step may take things out of its batch
+        self._versions = [list(map(version_of, own)) for own in self._leaves]
         self._has_terms = head is not None and bool(head.terms) and hook is None
         rows = [float(microbatch.rows) for microbatch in microbatches]
         hooked = [float(hook(batch)) for batch in batches] if hook else [0.0] * len(rows)
-        counts = head.counts if head is not None else ()
-        self._counted = [[_count(count, batch) for batch in batches] for count in counts]
-        self._count = head.count if head is not None else LabelCount()
-        self._labelled = [_labelled(self._count, batch) for batch in batches]
+        self._means = head.counts if head is not None else ()
+        named = [batch if isinstance(batch, Mapping) else {} for batch in batches]
+        self._counted = [[count(batch) for batch in named] for count in self._means]
+        self._bases = [[_seen(count.basis(batch)) for batch in named] for count in self._means]
+        # Once for the whole batch, and before the schedule: on a device each look waits for all that runs there.
+        self._has_ignored = hook is None and hold_ignored(chain.from_iterable(self._leaves))
         self._counts = [rows, hooked]
         labels = [[float(count or 0) for count in counts] for counts in self._counted]
         totals = torch.tensor([sum(counts) for counts in (*self._counts, *labels)], dtype=torch.float64)
@@ -64,8 +69,20 @@ class LossWeights:
         """Rows of the batches of all replicas."""
         return int(self._totals[0])
 
-    def scales(self, microbatch: int) -> Scales | None:
-        """What each term of a head with several counts for, relative to the rows; ``None`` for another head."""
+    def weighing(self, microbatch: int) -> Weighing | None:
+        """How a microbatch's head is weighed; ``None`` where the module itself says what its loss counts for."""
+        if self._has_hook:
+            return None
+        return Weighing(partial(self._count, microbatch), self._scales(microbatch))
+
+    def _count(self, microbatch: int, place: int, given: Given) -> int | None:
+        """Over how many things a mean is taken, which is known if the head is given what is in the batch as it was."""
+        known, count = self._counted[place][microbatch], self._means[place]
+        if known is not None and _seen(count.basis(given)) == self._bases[place][microbatch]:
+            return known
+        return count(given)
+
+    def _scales(self, microbatch: int) -> Scales | None:
         if not self._has_terms:
             return None
         rows = self._counts[0][microbatch] / self._totals[0]
@@ -92,21 +109,25 @@ class LossWeights:
         """
         if self._has_hook:
             return self._counts[1][microbatch] / (self._totals[1] or 1.0)
-        if own_loss and head.labels is not None:
-            return self._count_of(head.labels, microbatch) / (self._totals[2] or self._totals[0])
+        if own_loss and head.count is not None:
+            return head.count / (self._totals[2] or self._totals[0])
         if any(count is not None for count in head.counts):
             self._check_terms(microbatch, head.counts)
-        elif holds_ignored(head.labels) or any(map(holds_ignored, self._leaves[microbatch])):
+        elif self._has_ignored or hold_ignored(self._unknown(microbatch, head.labels)):
             raise ValueError(
                 f"The labels hold {IGNORED} (ignored), and the loss that the step returns is not the one that the"
                 f" HuggingFace model computed, so nothing says over what it is a mean. {_HOOK}"
             )
         return self._counts[0][microbatch] / self._totals[0]
 
-    def _count_of(self, labels: Tensor, microbatch: int) -> int:
-        """Over how many labels a head took its mean, which is known if they are those of the batch as they were."""
-        known = self._counted[0][microbatch] if self._counted else None
-        return self._count.of(labels) if known is None or _seen(labels) != self._labelled[microbatch] else known
+    def _unknown(self, microbatch: int, labels: Tensor | None) -> Iterator[Any]:
+        """What a step has made or changed of its batch, as far as it can be seen."""
+        own = self._leaves[microbatch]
+        yield from (
+            leaf for leaf, before in zip(own, self._versions[microbatch], strict=True) if version_of(leaf) != before
+        )
+        if all(labels is not leaf for leaf in own):
+            yield labels
 
     def _check_terms(self, microbatch: int, given: tuple[int | None, ...]) -> None:
         """Refuses terms that were weighed by other labels than those that they were computed from."""
@@ -119,15 +140,6 @@ class LossWeights:
                 )
 
 
-def _labelled(count: LabelCount, batch: Any) -> tuple[int, int] | None:
-    labels = count.labels(batch) if isinstance(batch, Mapping) else None
-    return None if labels is None else _seen(labels)
-
-
-def _seen(labels: Tensor) -> tuple[int, int]:
-    """Which tensor it is, among those that are kept, and how often it was changed in place."""
-    return id(labels), version_of(labels)
-
-
-def _count(count: Callable[[Mapping[str, Any]], int | None], batch: Any) -> int | None:
-    return count(batch) if isinstance(batch, Mapping) else None
+def _seen(values: Iterable[Any]) -> tuple[tuple[int, int] | Any, ...]:
+    """Which tensors they are, among those that are kept, and how often each was changed in place."""
+    return tuple((id(value), version_of(value)) if isinstance(value, Tensor) else value for value in values)

@@ -39,6 +39,15 @@ class LabelsChanged(LanguageModule):
         return super().training_step(batch, batch_idx)
 
 
+class LabelsSpent(LanguageModule):
+    """Overwrites its labels behind the model call, for a metric that can't ignore some."""
+
+    def training_step(self, batch: Row, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        batch["labels"][batch["labels"] == -100] = 0
+        return loss
+
+
 class LossScaled(LanguageModule):
     """The loss is not the model's own any more, but a mean over rows still, as no label is ignored."""
 
@@ -64,7 +73,7 @@ def loss_scaled(cell: Cell) -> Experiment:
 
 @pytest.mark.contract("Loss", "labels that the step makes or changes itself", reported="HF#46204")
 @pytest.mark.parametrize("cell", [CHIMERA, REPLICAS], ids=str)
-@pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, LabelsChanged, loss_scaled])
+@pytest.mark.parametrize("make", [labels_from_ids, labels_from_mask, LabelsChanged, LabelsSpent, loss_scaled])
 def test_a_step_may_make_its_own_labels(world: World, make: Make, cell: Cell) -> None:
     check(world, cell, make)
 

@@ -26,8 +26,9 @@ from lightning_chimera.partition.heads import (
     AnswerCount,
     HeadLoss,
     LabelCount,
+    Weighing,
     head_loss_of,
-    holds_ignored,
+    hold_ignored,
     weigh_terms,
 )
 
@@ -76,6 +77,10 @@ def answers() -> tuple[PreTrainedModel, dict[str, Tensor]]:
     }
 
 
+def weighing(head: HeadLoss, *scales: float | None) -> Weighing:
+    return Weighing(lambda place, given: head.counts[place](given), scales)
+
+
 def losses(output: Any) -> Tensor:
     return torch.stack([output[name] for name in ("loss", "mc_loss") if name in output])
 
@@ -96,7 +101,7 @@ def test_terms_weighed_one_by_one_add_up_to_the_whole_loss(make: Any, parts: lis
         counts = tuple(count(given) for count in head.counts)
         scales = tuple(count / total / (rows / 4) for count, total in zip(counts, totals, strict=True))
         output = model(**given)
-        assert weigh_terms(output, given, head, scales, model.config) == counts
+        assert weigh_terms(output, given, head, weighing(head, *scales), model.config) == counts
         found += losses(output) * (rows / 4)
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=0.0)
 
@@ -107,7 +112,7 @@ def test_a_part_without_any_label_is_zero_and_depends_on_nothing(make: Any) -> N
     output = model(**batch)
     head = head_loss_of(model)
     assert head is not None
-    weigh_terms(output, batch, head, (0.0, 0.0), model.config)
+    weigh_terms(output, batch, head, weighing(head, 0.0, 0.0), model.config)
     assert losses(output).tolist() == [0.0] * len(losses(output))
     assert not losses(output).requires_grad
 
@@ -118,7 +123,10 @@ def test_terms_that_the_head_did_not_compute_are_left_alone() -> None:
     output, head = model(**batch), head_loss_of(model)
     assert head is not None
     before = output.loss
-    assert weigh_terms(output, batch, head, (2.0, None), model.config) == (int((LABELS[:, 1:] != -100).sum()) * 2, None)
+    assert weigh_terms(output, batch, head, weighing(head, 2.0, None), model.config) == (
+        int((LABELS[:, 1:] != -100).sum()) * 2,
+        None,
+    )
     torch.testing.assert_close(output.loss, 2 * before)
     assert output.mc_loss is None
 
@@ -128,7 +136,7 @@ def test_a_term_whose_labels_are_not_in_the_batch_is_refused() -> None:
     head = head_loss_of(model)
     assert head is not None
     with pytest.raises(ValueError, match=r"does not hold 'mc_labels'.*or define `microbatch_weight"):
-        weigh_terms(model(**batch), batch, head, (1.0, None), model.config)
+        weigh_terms(model(**batch), batch, head, weighing(head, 1.0, None), model.config)
 
 
 def test_a_tuple_of_several_terms_is_refused_where_labels_are_given() -> None:
@@ -136,9 +144,12 @@ def test_a_tuple_of_several_terms_is_refused_where_labels_are_given() -> None:
     head = head_loss_of(model)
     assert head is not None
     with pytest.raises(ValueError, match="Leave return_dict out of the call and of the config"):
-        weigh_terms(model(**batch, return_dict=False), batch, head, (1.0, 1.0), model.config)
+        weigh_terms(model(**batch, return_dict=False), batch, head, weighing(head, 1.0, 1.0), model.config)
     unlabelled = {"input_ids": IDS}
-    assert weigh_terms(model(**unlabelled, return_dict=False), unlabelled, head, (None, None), model.config) == ()
+    assert (
+        weigh_terms(model(**unlabelled, return_dict=False), unlabelled, head, weighing(head, None, None), model.config)
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +167,7 @@ def test_a_tuple_of_several_terms_is_refused_where_labels_are_given() -> None:
 )
 def test_labels_are_counted_by_what_a_loss_makes_of_them(labels: Any, count: int | None, ignores: bool) -> None:
     given = {"labels": labels}
-    assert (LabelCount()(given), holds_ignored(labels)) == (count, ignores)
+    assert (LabelCount()(given), hold_ignored([labels, torch.ones(2)])) == (count, ignores)
 
 
 def test_answers_are_counted_where_they_lie_in_the_text() -> None:
