@@ -107,6 +107,8 @@ def _blocked(kinds: Sequence[signal.Signals]) -> Iterator[None]:
 def _ignore(kinds: Sequence[signal.Signals]) -> None:
     """Ignores signals in this process, and in none that it starts."""
     before = {kind: signal.signal(kind, _pass_over) for kind in kinds}  # not SIG_IGN, which programs inherit
+    for kind in kinds:
+        signal.siginterrupt(kind, False)  # a library that reads in C need not know that a read can be interrupted
 
     def put_back() -> None:
         for kind, handler in before.items():

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_chimera import launch
+from lightning_chimera import launch, workers
 from lightning_chimera.signals import Interrupted
 
 from .fidelity import Cell, make_trainer
@@ -392,6 +392,28 @@ def train_with_processes() -> tuple[list[Any], int]:
 @pytest.mark.contract("Launch", "processes that a hook starts and ends again: a run's handlers are not theirs")
 def test_a_process_that_a_hook_forks_ends_when_it_is_terminated(world: World) -> None:
     assert world.run(train_with_processes, size=2) == [([-signal.SIGTERM, 1], 3), ([], 3)]
+
+
+def read_in_c() -> tuple[int, Any]:
+    """Returns what a read gets that a signal meets in a worker, and how a process ends that the worker has forked."""
+    workers._ignore([signal.SIGUSR1, signal.SIGTERM])
+    read, write = os.pipe()
+    main = threading.get_ident()
+    threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGUSR1]).start()
+    threading.Timer(0.5, os.write, [write, b"row"]).start()
+    count = ctypes.CDLL(None).read(read, ctypes.create_string_buffer(8), 8)
+    process = multiprocessing.get_context("fork").Process(target=block)
+    process.start()
+    time.sleep(0.2)
+    process.terminate()
+    process.join(5.0)
+    code = process.exitcode
+    process.kill()
+    return count, code
+
+
+def test_a_signal_neither_breaks_a_read_of_a_worker_nor_is_ignored_by_processes_that_it_forks(world: World) -> None:
+    assert world.run(read_in_c, size=1) == [(3, -signal.SIGTERM)]
 
 
 class Blocks(Dataset[Row]):
