@@ -34,7 +34,7 @@ class Bucket:
         self.ranks = ranks
         self.stages = tuple(stages)
         self._group = group
-        self._sizes = [*(parameter.numel() for parameter in parameters), len(parameters)]
+        self._sizes = [parameter.numel() for parameter in parameters]
         self._kept: Tensor | None = None
         self._kept_parts: list[Tensor] = []
         self._flat: Tensor | None = None
@@ -44,8 +44,6 @@ class Bucket:
     def start(self, earlier: Gradients) -> None:
         """Starts to sum the gradients in place.
 
-        Behind them travels one number for each parameter that says whether there is a gradient.
-
         Args:
             earlier: Gradients of batches before, that are part of the sum.
         """
@@ -53,12 +51,11 @@ class Bucket:
         self._times = perf_counter(), None
         zero = self.parameters[0].new_zeros(1)
         pieces = [_either(parameter.grad, earlier.get(parameter)) for parameter in self.parameters]
-        present = zero.new_tensor([piece is not None for piece in pieces])
         flat = [
             zero.expand(parameter.numel()) if piece is None else piece.reshape(-1)
             for parameter, piece in zip(self.parameters, pieces, strict=True)
         ]
-        self._flat = torch.cat([*flat, present], out=self._buffer())
+        self._flat = torch.cat(flat, out=self._buffer())
         if earlier:
             for parameter, part in zip(self.parameters, self._parts(), strict=True):
                 gradient, more = parameter.grad, earlier.get(parameter)
@@ -84,19 +81,21 @@ class Bucket:
         self._flat = self._work = None
 
     def hand_out(self) -> float:
-        """Waits for the sum and puts it in place; a parameter that no holder has used gets none.
+        """Waits for the sum and puts it in the place of the gradients that are there.
+
+        They are the same on all holders by now, since ``PlaceholderGradients.put`` has given zeros to what only others
+        have used: so nothing about it has to travel with a sum that may start before that, nor be read from a device.
 
         Returns:
             The seconds that it has waited.
         """
         waited = self._wait()
         assert self._flat is not None
-        counts = self._flat[-len(self.parameters) :].tolist()
-        taken: list[tuple[Tensor, Tensor]] = []
-        for parameter, total, count in zip(self.parameters, self._parts(), counts, strict=True):
-            if count:
-                parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-                taken.append((parameter.grad, total))
+        taken = [
+            (parameter.grad, total)
+            for parameter, total in zip(self.parameters, self._parts(), strict=True)
+            if parameter.grad is not None
+        ]
         if taken:
             gradients, totals = zip(*taken, strict=True)
             torch._foreach_copy_(gradients, totals)
@@ -128,7 +127,7 @@ class Bucket:
         assert self._flat is not None
         if self._flat is self._kept and self._kept_parts:
             return self._kept_parts
-        *pieces, _present = torch.split(self._flat, self._sizes)
+        pieces = torch.split(self._flat, self._sizes)
         parts = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters, strict=True)]
         if self._flat is self._kept:
             self._kept_parts = parts
