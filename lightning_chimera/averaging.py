@@ -1,7 +1,6 @@
 """Callbacks that average a module's weights: every rank averages what it holds."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_chimera.engine import Engine
+from lightning_chimera.partition.shadows import Shadows
 
 _HOOKS = (
     "on_train_batch_end",
@@ -35,16 +35,14 @@ class Average:
     """
 
     def __init__(self, callback: Callback, engine: Engine) -> None:
-        self._callback = callback
         self._engine = engine
         self._average: nn.Module = vars(callback)["_average_model"]
         is_wrapped = isinstance(self._average, AveragedModel)
         self._copy = self._average.module if is_wrapped else self._average
         self._ownership = engine.cut_copy(self._copy)
-        for name in _HOOKS:
-            callback.__dict__[name] = self._on_held(getattr(callback, name))
-        self._average.__dict__["state_dict"] = self._state_dict
-        self._average.__dict__["to"] = self._to
+        engine.shadow(callback, **{name: self._on_held(getattr(callback, name)) for name in _HOOKS})
+        self._own_state_dict = self._average.state_dict
+        engine.shadow(self._average, state_dict=self._state_dict, to=self._to)
 
     @classmethod
     def of(cls, callbacks: Sequence[Callback], engine: Engine) -> "list[Average]":
@@ -55,13 +53,6 @@ class Average:
     def make_whole(self) -> None:
         """Gives every rank the whole average again, on the CPU."""
         self._engine.fill_copy(self._copy, self._ownership)
-
-    def release(self) -> None:
-        """Takes back what was changed besides the parameters."""
-        for name in _HOOKS:
-            self._callback.__dict__.pop(name, None)
-        for name in ("state_dict", "to"):
-            self._average.__dict__.pop(name, None)
 
     def _on_held(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def restricted(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +68,8 @@ class Average:
         return restricted
 
     def _state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        own = self._average.__dict__.pop("state_dict")
-        try:
+        with Shadows([(self._average, "state_dict", self._own_state_dict)]):
             return self._engine.copy_state(self._average, self._ownership)
-        finally:
-            self._average.__dict__["state_dict"] = own
 
     def _to(self, device: torch.device) -> nn.Module:
         """Moves what this rank holds."""
@@ -90,14 +78,6 @@ class Average:
         return self._average
 
 
-@contextmanager
-def _parameters(module: nn.Module, shown: list[nn.Parameter]) -> Iterator[None]:
+def _parameters(module: nn.Module, shown: list[nn.Parameter]) -> Shadows:
     """Shows some of a module's parameters as if there were no others."""
-    before = module.__dict__.get("parameters")
-    module.__dict__["parameters"] = lambda recurse=True: iter(shown)
-    try:
-        yield
-    finally:
-        module.__dict__.pop("parameters")
-        if before is not None:
-            module.__dict__["parameters"] = before
+    return Shadows([(module, "parameters", lambda recurse=True: iter(shown))])

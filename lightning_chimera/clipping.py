@@ -8,7 +8,7 @@ from lightning_chimera.engine import Engine
 
 
 def route_clipping(plugin: Precision, engine: Engine) -> None:
-    """Has a precision plugin clip through the engine, as long as the module is cut.
+    """Has a precision plugin clip through the engine until that is released.
 
     Args:
         plugin: The Trainer's.
@@ -24,11 +24,4 @@ def route_clipping(plugin: Precision, engine: Engine) -> None:
             torch.nn.utils.clip_grad_value_(held, clip_val)
 
     # On the instance: the plugin's class name is the key of its state in checkpoints.
-    plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
-    plugin.__dict__["clip_grad_by_value"] = clip_grad_by_value
-
-
-def release_clipping(plugin: Precision) -> None:
-    """Gives a precision plugin its own clipping back."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-        plugin.__dict__.pop(name, None)
+    engine.shadow(plugin, clip_grad_by_norm=clip_grad_by_norm, clip_grad_by_value=clip_grad_by_value)

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -28,6 +28,7 @@ from lightning_chimera.outcome import Outcome, detach, extras_of, loss_of
 from lightning_chimera.partition.deferral import Splitter
 from lightning_chimera.partition.flops import training_flops
 from lightning_chimera.partition.ownership import Ownership
+from lightning_chimera.partition.shadows import Shadows
 from lightning_chimera.partition.stage import HeadCall, StageRunner
 from lightning_chimera.reporting import (
     LogCall,
@@ -52,7 +53,7 @@ from lightning_chimera.runtime.gradients import (
     check_norm_type,
     clip_by_norm,
     parameter_norms,
-    share_overflow,
+    sharing_overflow,
 )
 from lightning_chimera.runtime.links import Links
 from lightning_chimera.runtime.microbatches import Microbatch, count_rows, split, split_together
@@ -133,6 +134,8 @@ class Engine:
         self.device = device
         self.is_cut = True
         self.in_step = False
+        self._is_amid_step = False
+        self._shadows = ExitStack()
         self._anatomy = runner.anatomy
         self._head_loss = runner.anatomy.head_loss
         self._pending: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -145,7 +148,8 @@ class Engine:
         self._clock_shift = 0.0
         self._optimized: list[list[int]] = []
         self.ownership.drop(device)
-        self._example_input, module.example_input_array = module.example_input_array, None
+        self._shadows.callback(setattr, module, "example_input_array", module.example_input_array)
+        module.example_input_array = None
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
@@ -171,7 +175,7 @@ class Engine:
         )
         self._gradient_sync = GradientSync(self.ownership, self.groups.holders, self.sync_order)
         self._absent = PlaceholderGradients(self.ownership)
-        self._metric_sync = MetricSync(self.groups.world, speaks=topology.is_leader)
+        self._shadows.callback(MetricSync(self.groups.world, speaks=topology.is_leader).remove)
         self._hide_after_clipping()
         self._share = Broadcast(self.groups.pipeline, topology.leader, is_source=topology.is_leader, device=device)
         self._gather_steps, self._gather_reports = Gather(self.groups.world, device), Gather(self.groups.world)
@@ -224,6 +228,7 @@ class Engine:
             What the step would have returned for the batches of all replicas together: the loss, and what else is in
             the dict that it returns, the same on every rank.
         """
+        self._is_amid_step = True
         hook = getattr(self.module, "microbatch_weight", None)
         microbatches = self._split(batch)
         weights = LossWeights(microbatches, self._head_loss, hook, self.groups.peers)
@@ -269,6 +274,7 @@ class Engine:
         self._note_used()
         own = [part.as_tree() for part in parts], Constant(self._used), Constant(self._optimized), Constant(changed)
         shared, used, groups, buffers = zip(*self._gather_steps(own), strict=True)
+        self._is_amid_step = False
         check_groups(groups)
         check_buffers(buffers)
         self._present = set(chain.from_iterable(used))
@@ -382,11 +388,12 @@ class Engine:
             own(*args, **kwargs)
             self._absent.hide()
 
-        self.module.__dict__["configure_gradient_clipping"] = clip_and_hide
+        self.shadow(self.module, configure_gradient_clipping=clip_and_hide)
 
     def share_overflow(self, scaler: torch.amp.GradScaler) -> None:
         """Has all ranks skip a step if the gradients of one overflow."""
-        share_overflow(scaler, self._absent, self.groups.world)
+        # In front of its own, so that it stays the user's object, whose state has the name of Lightning's plugin.
+        self.shadow(scaler, _unscale_grads_=sharing_overflow(scaler, self._absent, self.groups.world))
 
     def clip_gradients(
         self,
@@ -436,15 +443,17 @@ class Engine:
         Returns:
             What the step returned, on every rank of this group.
         """
+        self._is_amid_step = True
         result: Any = None
         own: Any = None
         if counts:
             result, calls = self._evaluate(name, batch)
             if self.topology.is_leader:
                 own = Report(batch.all_rows, count_rows(batch.data) or 1, calls).as_tree()
-        if logs:
-            reports = [Report.of_tree(tree) for tree in self._gather_reports(own) if tree is not None]
-            replay(self.module, combine(reports), sum(report.rows for report in reports))
+        trees = self._gather_reports(own) if logs else []
+        self._is_amid_step = False
+        reports = [Report.of_tree(tree) for tree in trees if tree is not None]
+        replay(self.module, combine(reports), sum(report.rows for report in reports))
         return result
 
     def _evaluate(self, name: str, batch: Batch) -> tuple[Any, list[LogCall]]:
@@ -601,9 +610,22 @@ class Engine:
         ownership.fill(checkpoint.spread_parameters(copy, ownership, self.groups.world, cpu))
         copy.cpu()
 
+    def shadow(self, owner: Any, **attributes: Any) -> None:
+        """Puts attributes in front of an object's own, until the engine is released."""
+        self._shadows.enter_context(Shadows([(owner, name, value) for name, value in attributes.items()]))
+
+    @property
+    def reusable_groups(self) -> Groups | None:
+        """The process groups for a next run; none behind a step that broke off, whose messages may be on their way."""
+        return None if self._is_amid_step else self.groups
+
     def release(self) -> None:
-        """Takes back what was changed on the module besides its parameters."""
-        self._metric_sync.remove()
-        self.pipeline.release()
-        self.module.__dict__.pop("configure_gradient_clipping", None)
-        self.module.example_input_array = self._example_input
+        """Takes back what was changed besides the module's parameters, and lets go of what holds memory.
+
+        What there is to say of the last step stays. Links of a run that has failed stay as well: a rank that waits at
+        the other end is to learn of the failure, not that nobody is there.
+        """
+        self._shadows.close()
+        self.pipeline.release(links=not self.is_cut)
+        self._gradient_sync.release()
+        self._pending = []

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_chimera.averaging import Average
 from lightning_chimera.engine import Engine
+from lightning_chimera.partition.shadows import Shadows
 
 
 class StockCallbacks:
@@ -27,24 +28,16 @@ class StockCallbacks:
         self, callbacks: Sequence[Callback], engine: Engine, can_save: Callable[[BaseException], bool]
     ) -> None:
         self._averages = Average.of(callbacks, engine)
-        self._savers = [one for one in callbacks if isinstance(one, Checkpoint) and _saves_on_exception(one)]
-        for saver in self._savers:
-            saver.__dict__["on_exception"] = _if_possible(saver.on_exception, can_save)
-        for monitor in callbacks:
-            if isinstance(monitor, ThroughputMonitor):
-                _count_groups(monitor, engine)
+        for callback in callbacks:
+            if isinstance(callback, Checkpoint) and _saves_on_exception(callback):
+                engine.shadow(callback, on_exception=_if_possible(callback.on_exception, can_save))
+            if isinstance(callback, ThroughputMonitor):
+                _count_groups(callback, engine)
 
     def make_whole(self) -> None:
         """Gives every rank whole models again."""
         for average in self._averages:
             average.make_whole()
-
-    def release(self) -> None:
-        """Takes back what was changed on the callbacks."""
-        for average in self._averages:
-            average.release()
-        for saver in self._savers:
-            saver.__dict__.pop("on_exception", None)
 
 
 def _saves_on_exception(callback: Checkpoint) -> bool:
@@ -90,12 +83,13 @@ def log_graphs(loggers: Sequence[Logger], module: LightningModule) -> None:
     _update_properties(module, device=torch.device("cpu"))
     for logger in loggers:
         logger.log_graph(module)
-        logger.__dict__["log_graph"] = _skip_once(logger)
+        _skip_once(logger)
     _update_properties(module, device=device)
 
 
-def _skip_once(logger: Logger) -> Callable[..., None]:
+def _skip_once(logger: Logger) -> None:
     def skip(*_args: Any, **_kwargs: Any) -> None:
-        logger.__dict__.pop("log_graph", None)
+        shadow.__exit__()
 
-    return skip
+    shadow = Shadows([(logger, "log_graph", skip)])
+    shadow.__enter__()

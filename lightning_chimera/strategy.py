@@ -46,7 +46,7 @@ from lightning_chimera.checks import (
     one_optimizer,
     recomputed_stages,
 )
-from lightning_chimera.clipping import release_clipping, route_clipping
+from lightning_chimera.clipping import route_clipping
 from lightning_chimera.commands import check_session
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Engine
@@ -404,7 +404,8 @@ class ChimeraStrategy(WholeModelCalls):
             self._print_plan = False
         compiled = any(map(is_compiled, anatomy.blocks()))
         check_whole_backward(schedule.name, is_split=schedule.split_backward, is_compiled=compiled)
-        self._engine = Engine(module, runner, self.layout, self._groups, self.root_device, self._settings.longest_wait)
+        groups = None if self._engine is None else self._engine.reusable_groups
+        self._engine = Engine(module, runner, self.layout, groups, self.root_device, self._settings.longest_wait)
         # Lightning says so of the parts that are there before `setup`, and would of all others when it moves them.
         _update_properties(module, device=self.root_device)
         own = schedule.placement.stages_of(self.topology.position)
@@ -639,16 +640,11 @@ class ChimeraStrategy(WholeModelCalls):
         if self._compiled is not None:
             self._compiled.release()
             self._compiled = None
-        if self._callbacks is not None:
-            self._callbacks.release()
-            self._callbacks = None
+        self._callbacks = None
         if self._decisions is not None:
             self._decisions.remove()
             self._decisions = None
         self._guard = None
-        release_clipping(self.precision_plugin)
-        if self._scaler is not None:
-            self._scaler.__dict__.pop("_unscale_grads_", None)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         assert self.cluster_environment is not None
         assert self.accelerator is not None

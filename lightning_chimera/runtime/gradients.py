@@ -1,6 +1,6 @@
 """Gradients between the copies of a stage: summed over replicas, pipes and tied ends, with one norm over all stages."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import itemgetter
@@ -103,6 +103,11 @@ class GradientSync:
         self.spans = [bucket.span for bucket in buckets]
         self._num_started, self._earlier = 0, {}
 
+    def release(self) -> None:
+        """Lets go of the buffers; the next sums make new ones."""
+        self._slots, self._trained, self._earlier = [], [], {}
+        self._num_started = 0
+
     def _bucketize(self) -> None:
         """Makes the buckets anew if other parameters are trained than before."""
         trained = [parameter.requires_grad for parameter in self._shared]
@@ -203,8 +208,7 @@ def total_norm(
     ]
     norm = torch.zeros((), dtype=torch.float64)
     if own:
-        norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in own])
-        norm = torch.linalg.vector_norm(norms.double(), norm_type).cpu()
+        norm = torch.linalg.vector_norm(_norms(own, norm_type), norm_type)
     # Gathered, not summed: any order of the norm is computed alike, and a rank's NaN is never lost in a maximum.
     gathered = [torch.zeros_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, norm, group=group)
@@ -212,14 +216,25 @@ def total_norm(
     return whole
 
 
+def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of each gradient in double precision on the CPU, read from the device once."""
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64)
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return torch.stack(torch._foreach_norm(dense, norm_type)).double().cpu()
+
+
 def parameter_norms(
     named: Mapping[str, nn.Parameter], ownership: Ownership, group: ProcessGroup, norm_type: float
 ) -> dict[str, Tensor]:
     """Norm of each parameter's gradient, where there is one, bitwise equal on all ranks."""
+    own = [
+        (index, parameter.grad)
+        for index, parameter in enumerate(named.values())
+        if parameter.grad is not None and ownership.owner(parameter) == ownership.rank
+    ]
     norms = torch.zeros(len(named), dtype=torch.float64)
-    for index, parameter in enumerate(named.values()):
-        if parameter.grad is not None and ownership.owner(parameter) == ownership.rank:
-            norms[index] = parameter.grad.norm(norm_type)
+    norms[[index for index, _ in own]] = _norms([gradient for _, gradient in own], norm_type)
     dist.all_reduce(norms, group=group)  # every place but the owner's is zero
     return {
         name: norm.to(parameter.dtype)
@@ -256,15 +271,20 @@ def clip_by_norm(
     return norm
 
 
-def share_overflow(scaler: torch.amp.GradScaler, absent: PlaceholderGradients, group: ProcessGroup) -> None:
-    """Makes a loss's scaler on every rank skip a step, and lower its scale, if any rank's gradients overflow.
+Unscale = Callable[[torch.optim.Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+"""How a scaler divides gradients, and says of each device whether they overflow: its ``_unscale_grads_``."""
 
-    The scaler stays the user's own object: it is asked for its state under the name of Lightning's plugin.
+
+def sharing_overflow(scaler: torch.amp.GradScaler, absent: PlaceholderGradients, group: ProcessGroup) -> Unscale:
+    """Has a loss's scaler on every rank skip a step, and lower its scale, if any rank's gradients overflow.
 
     Args:
         scaler: The scaler.
         absent: What it must not try to unscale.
         group: All ranks, on the CPU.
+
+    Returns:
+        What is to be put in front of its own.
     """
     unscale = scaler._unscale_grads_
 
@@ -278,4 +298,4 @@ def share_overflow(scaler: torch.amp.GradScaler, absent: PlaceholderGradients, g
         # Also on a rank that has no gradients at all, where torch would miss its own check.
         return {found_inf.device: anywhere.to(found_inf.device)}
 
-    scaler.__dict__["_unscale_grads_"] = unscale_and_share
+    return unscale_and_share

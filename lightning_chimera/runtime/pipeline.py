@@ -109,6 +109,7 @@ class Pipeline:
         self._placement = usual.placement
         self._splitters = splitters
         self._recompute = recompute
+        self._links = links
         self._executor = Executor(links, position)
         self._seed = seed
         self._boundaries: dict[tuple[Any, ...], Boundary] = {}
@@ -212,9 +213,15 @@ class Pipeline:
         self._evaluated.add(signature)
         return passage.left
 
-    def release(self) -> None:
-        """Lets go of what a failed step has left."""
+    def release(self, *, links: bool) -> None:
+        """Lets go of what a failed step has left.
+
+        Args:
+            links: Whether no message will be sent any more, so that the memory of links is let go as well.
+        """
         self._work = self.look = None
+        if links:
+            self._links.close()
 
     def _lowered(self, num_microbatches: int, *, halves: bool) -> tuple[Lowered, Mapping[Action, int]]:
         """The schedule with its messages, and where sums of gradients start."""

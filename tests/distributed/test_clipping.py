@@ -1,16 +1,21 @@
 """Gradients are clipped and measured as in one process, or the ranks are told that it can't be."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_chimera import ChimeraStrategy
 
-from .fidelity import CLIP, Cell, Experiment, Make, check, label, train, train_plainly, usual
-from .users import LanguageModule, Row
+from .fidelity import CLIP, Cell, Experiment, Make, check, label, make_trainer, train, train_plainly, usual, usual_rows
+from .users import LanguageModule, Row, make_loader, make_rows
 from .world import RankFailed, World
 
 FEW = Cell("1f1b", 2, clip=False)
@@ -100,6 +105,66 @@ def test_clipping_by_the_norm_of_one_ranks_parameters_is_an_error(world: World, 
 )
 def test_clipping_of_all_ranks_alike_is_right(world: World, cell: Cell, module: Make) -> None:
     check(world, cell, module)
+
+
+def fit_twice_with_own_clipping(cell: Cell) -> tuple[list[Tensor], list[str]]:
+    """Trains twice with clipping that is put on the instance; returns the weights, and which hooks were called."""
+    torch.manual_seed(0)
+    module, called = LanguageModule(), []
+
+    def clip(optimizer: Any, *_: Any, **__: Any) -> None:
+        called.append("clip")
+        nn.utils.clip_grad_value_([p for p in module.parameters() if not p.is_meta], 0.01)
+
+    module.configure_gradient_clipping = clip  # type: ignore[method-assign]
+    for _ in range(2):
+        make_trainer(cell, max_steps=2, precision="64-true").fit(module, make_loader(usual_rows(cell), cell.batch_size))
+        assert vars(module)["configure_gradient_clipping"] is clip
+    return [parameter.detach() for parameter in module.parameters()], called
+
+
+def test_clipping_that_is_put_on_the_instance_is_there_in_a_second_fit_too(world: World) -> None:
+    ((plain, called),) = world.run(fit_twice_with_own_clipping, FEW.reference, size=1)
+    assert called == ["clip"] * 4
+    for weights, hooks in world.run(fit_twice_with_own_clipping, FEW, size=2):
+        assert hooks == called
+        torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-12)
+
+
+class Graphs(Logger):
+    """A logger that keeps nothing."""
+
+    name, version = "graphs", 0
+
+    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def fit_with_own_attributes(cell: Cell, folder: str) -> list[str]:
+    """Fits with objects that have attributes of the user's own where the strategy puts some; returns which are gone."""
+    module, plugin, logger = LanguageModule(), MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), Graphs()
+    module.example_input_array = make_rows("gpt2", 1)[0]["input_ids"][None]
+    saver, average = OnExceptionCheckpoint(folder), WeightAveraging()
+    owned: list[tuple[Any, str]] = [
+        (module, "configure_gradient_clipping"),
+        (plugin, "clip_grad_by_norm"),
+        (plugin, "clip_grad_by_value"),
+        (plugin.scaler, "_unscale_grads_"),
+        (saver, "on_exception"),
+        (average, "on_train_batch_end"),
+        (logger, "log_graph"),
+    ]
+    own = [(owner, name, partial(getattr(owner, name))) for owner, name in owned]
+    for owner, name, value in own:
+        vars(owner)[name] = value
+    options = {"plugins": [plugin], "logger": logger, "callbacks": [saver, average], "gradient_clip_val": 1.0}
+    make_trainer(cell, max_steps=1, enable_checkpointing=True, **options).fit(module, make_loader(usual_rows(cell)))
+    return [f"{type(owner).__name__}.{name}" for owner, name, value in own if vars(owner).get(name) is not value]
+
+
+def test_attributes_that_users_have_put_on_their_objects_are_there_after_a_fit(world: World, tmp_path: Path) -> None:
+    assert world.run(fit_with_own_attributes, FEW, str(tmp_path), size=2) == [[], []]
 
 
 class ClipsByAnyNorm(LanguageModule):

@@ -134,6 +134,46 @@ def test_hooks_are_told_once_of_what_ends_a_run_and_another_one_can_follow(
     assert world.run(fail_and_go_on, fault, ranks, str(tmp_path), size=2) == [([told], 4)] * 2
 
 
+class FailsInASecondStep(LanguageModule):
+    """Raises in front of the model call, on all ranks, when receives of the step have been posted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ArithmeticError("the fault")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ArithmeticError("the fault")
+        return super().validation_step(batch, batch_idx)
+
+
+def fail_in_a_step_and_go_on(step: str) -> tuple[int, int, bool]:
+    """Returns how many messages were awaited by the step that failed, and what a second run has made."""
+    trainer = make_trainer(Cell("1f1b", strategy=(("shared_memory", False),)), max_epochs=1)
+    loader, module = make_loader(make_rows("gpt2", 4 * ROWS)), FailsInASecondStep("gpt2")
+    run = trainer.fit if step == "training_step" else trainer.validate
+    with pytest.raises(ArithmeticError):
+        run(module, loader)
+    engine = trainer.strategy.engine
+    posted = len(engine.pipeline._links._posted)
+    trainer.fit(LanguageModule("gpt2"), loader)
+    groups = trainer.strategy.engine.groups
+    trainer.validate(LanguageModule("gpt2"), loader)
+    assert trainer.strategy.engine.groups is groups  # of a run that has ended well
+    return posted, trainer.global_step, groups is engine.groups
+
+
+@pytest.mark.contract("Launch", "a run that an error in a step of all ranks has ended, and then another one")
+@pytest.mark.parametrize(("step", "steps"), [("training_step", 1 + 4), ("validation_step", 4)])
+def test_what_a_step_that_broke_off_has_posted_meets_no_message_of_the_next_run(
+    world: World, step: str, steps: int
+) -> None:
+    found = world.run(fail_in_a_step_and_go_on, step, size=2, limit=90)
+    assert max(posted for posted, *_ in found) > 0 or step == "validation_step"
+    assert [entry[1:] for entry in found] == [(steps, False)] * 2
+
+
 def fail_as_launched(ranks: list[int], folder: str, start_method: str) -> None:
     cell = Cell("1f1b", strategy=(("start_method", start_method),))
     if start_method == "fork":

@@ -1,9 +1,11 @@
 """A rank holds what its own stages need, and no longer than they need it."""
 
 import gc
+import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -97,10 +99,8 @@ class AfterStep(Callback):
         self.states = state_bytes(module.parameters(), trainer.optimizers[0])
         gc.collect()
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        tensors = [*gradients, *(found for found in gc.get_objects() if isinstance(found, Tensor))]
-        held = [tensor for tensor in tensors if not tensor.is_meta]
-        storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in held)}
-        self.alive = sum(size for size in storages.values() if size < ROOM)  # of a link's address space little is used
+        alive = storages([*gradients, *(found for found in gc.get_objects() if isinstance(found, Tensor))])
+        self.alive = sum(size for size in alive.values() if size < ROOM)  # of a link's address space little is used
         ownership = trainer.strategy.engine.ownership
         self.shared = sum(held.nbytes for held in ownership.held() if len(ownership.holders[held]) > 1)
 
@@ -130,6 +130,59 @@ def test_a_rank_holds_the_states_of_its_own_stages_and_nothing_else(world: World
         assert states == 4 * owned  # parameters, gradients and two moments
         # On the CPU the buffer in which gradients are summed with other ranks is kept from step to step.
         assert states <= alive <= 1.01 * states + shared
+
+
+# ------------------------------------------------------------------------------------------------------- after the fit
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of what has numbers, by where they are."""
+    real = [tensor for tensor in tensors if not tensor.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in real)}
+
+
+def mapped() -> int:
+    """Bytes of the memory of links that this process has in use."""
+    sizes, is_link = [0], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-", line):
+            is_link = "memfd:chimera-" in line
+        elif is_link and line.startswith("Rss:"):
+            sizes.append(1024 * int(line.split()[1]))
+    return sum(sizes)
+
+
+class AtTrainEnd(Callback):
+    """Notes what is mapped before the strategy is torn down."""
+
+    def on_train_end(self, *_: Any) -> None:
+        self.mapped = mapped()
+
+
+def look_after_the_fit(cell: Cell) -> tuple[int, int, int, int, Any]:
+    torch.manual_seed(0)
+    spy, module, rows = AtTrainEnd(), Wide(), make_rows("gpt2", 16, padded=False, length=LENGTH)
+    trainer = make_trainer(cell, max_steps=2, callbacks=[spy])
+    trainer.fit(module, make_loader(rows, 8))
+    held = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    held += [*module.parameters(), *module.buffers(), *(row[name] for row in rows for name in row)]
+    held += [leaf for leaf in tree_leaves(trainer.optimizers[0].state_dict()) if isinstance(leaf, Tensor)]
+    gc.collect()
+    alive = storages(found for found in gc.get_objects() if isinstance(found, Tensor))
+    known = storages(held)
+    other = sum(size for place, size in alive.items() if place not in known)
+    strategy = trainer.strategy
+    return spy.mapped, mapped(), other, sum(known.values()), (strategy.peak_activations, len(strategy.timeline().spans))
+
+
+@pytest.mark.contract("Loop", "after `fit` neither buffers of gradients nor shared memory of links are kept")
+def test_buffers_and_memory_of_links_are_let_go_after_the_fit(world: World) -> None:
+    for before, after, other, states, (peak, spans) in world.run(look_after_the_fit, Cell("chimera", 4), size=4):
+        assert before >= 2 * BOUNDARY
+        assert after == 0
+        assert other < 0.01 * states
+        assert peak >= 1
+        assert spans >= 4 * 4
 
 
 # ------------------------------------------------------------------------------------------------------ within a step
