@@ -69,8 +69,10 @@ def _of_checkpoint(checkpoint: Mapping[str, Any]) -> str:
     digest = hashlib.sha256()
     for name, value in checkpoint.get("state_dict", {}).items():
         digest.update(name.encode())
-        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
-            digest.update(str(value.flatten()[:_COMPARED].tolist()).encode())
+        # Not what is packed in some way, whose numbers can't be had from everywhere.
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
+        if is_plain and value.is_floating_point():
+            digest.update(str(value.flatten()[:_COMPARED].view(torch.uint8).tolist()).encode())
     return ", ".join(f"{name} {count}" for name, count in counts.items()) + f", weights {digest.hexdigest()[:10]}"
 
 
