@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_chimera.partition.flops import matmul_rate
@@ -36,7 +37,9 @@ class PipelineTrace(Callback):
     - ``pipeline/mfu``: model FLOP utilization: the operations of the model's matrices and attention, each counted once
       though it may be recomputed, over what the devices could have done from the batch's start to the step's end.
 
-    Times are of the last batch of an accumulation window, by the host's clock.
+    Times are of the last batch of an accumulation window, by the host's clock. A GPU works behind it: there the trace,
+    ``pipeline/bubble`` and ``pipeline/sync_wait`` are those of handing work over, not of the work itself, as a warning
+    says. ``pipeline/mfu`` holds, since the host waits for each step's loss.
 
     Args:
         dirpath: Folder for the files; the Trainer's ``default_root_dir`` if ``None``.
@@ -87,9 +90,16 @@ class PipelineTrace(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds out what a device can do."""
+        """Finds out what a device can do, and says where its clock is not the one that is read."""
+        device = trainer.strategy.root_device
+        if device.type != "cpu":
+            rank_zero_warn(
+                f"PipelineTrace reads the host's clock, and {device.type} works behind it: the trace, pipeline/bubble"
+                " and pipeline/sync_wait show when work was handed to the device, not when it ran. pipeline/mfu and"
+                " pipeline/peak_activations hold."
+            )
         if self._every(trainer):
-            self._rate = self.peak_flops or _peak_flops(trainer.strategy.root_device, str(trainer.precision))
+            self._rate = self.peak_flops or _peak_flops(device, str(trainer.precision))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

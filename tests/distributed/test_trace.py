@@ -3,8 +3,10 @@
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -78,6 +80,15 @@ def test_the_figures_of_some_steps_are_logged_alike_on_every_rank(world: World, 
         assert 0 < figures["pipeline/mfu"] < 1
     assert logged[2] == logged[1]  # those of the second step
     assert logged[3]["pipeline/sync_wait"] > 0.2 / cell.size / 2  # of one rank at least, on average
+
+
+@pytest.mark.parametrize(("device", "warned"), [("cuda", 1), ("cpu", 0)])
+def test_a_device_that_works_behind_the_host_is_warned_of(device: str, warned: int) -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device(device)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        PipelineTrace(every_n_steps=0).on_train_start(trainer, LanguageModule())
+    assert len([one for one in seen if "show when work was handed to the device" in str(one.message)]) == warned
 
 
 def test_the_picture_and_the_trace_show_sums_measured_and_simulated(world: World, tmp_path: Path) -> None:
