@@ -277,8 +277,11 @@ class Engine:
         self._is_amid_step = False
         check_groups(groups)
         check_buffers(buffers)
-        self._present = set(chain.from_iterable(used))
         parts = [Outcome.of_tree(tree) for tree in chain.from_iterable(shared)]
+        # Those of the batches before as well: what a hook takes away on one rank only is there, as zeros, for the sum.
+        self._present = set() if is_first else self._present
+        if any(part.counts for part in parts):
+            self._present = self._present.union(*used)
         return self._join(sorted(parts, key=lambda part: part.place), weights.total_rows)
 
     def _buffers(self, parts: Iterable[tuple[str, nn.Module]]) -> list[_Buffer]:
@@ -309,7 +312,7 @@ class Engine:
         if not any(part.counts for part in parts):
             # Some stages have zeros, which momentum or decay would turn to steps.
             self._gradient_sync.give_up()
-            self._pending, self._present = [(parameter, None) for parameter, _ in self._pending], set()
+            self._pending = [(parameter, None) for parameter, _ in self._pending]
         replay(self.module, combine([part.report for part in parts]), rows)
 
         rows_of_parts = [part.report.rows for part in parts]

@@ -189,6 +189,26 @@ class LeavesOut(LanguageModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
+class TakesAwayOnOneRank(LanguageModule):
+    """Uses a layer in the first batch of a window only, and takes its gradient away there on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss * (self.first.prod() if batch_idx % 2 == 0 else 1.0)
+        self.log("train_loss", loss)
+        return loss
+
+    def microbatch_weight(self, batch: Any) -> Tensor:
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx % 2 == 0 and self.trainer.global_rank == 0:
+            self.first.grad = None
+
+
 class ZeroesInPlace(LanguageModule):
     """Keeps the memory of its gradients, into which the next sums must not write while they are used."""
 
@@ -226,6 +246,13 @@ def test_a_last_batch_that_counts_nothing_leaves_the_sum_of_those_before(world: 
     ranks = world.run(train, masked, second_batch_without_labels, size=4)
     same_changes(ranks[0], plain)
     same_copies(ranks)
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_copies_stay_equal_where_a_hook_takes_a_gradient_away_on_one_rank(world: World, policy: str) -> None:
+    ranks = world.run(train, cell(policy, stages=2, clip=False), TakesAwayOnOneRank, size=2)
+    same_copies(ranks)
+    assert not torch.equal(ranks[0].before["first"], ranks[0].after["first"])
 
 
 class Adam(LanguageModule):
