@@ -16,6 +16,8 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_chimera.outcome import Outcome
+from lightning_chimera.reporting import LogCall, Report
 from lightning_chimera.runtime.exchange import Broadcast, Gather
 from lightning_chimera.runtime.packing import Constant
 
@@ -175,3 +177,37 @@ def test_a_usual_step_pickles_nothing_and_what_changes_in_one_is_as_in_a_plain_t
                 assert not counts.keys() & {"dumps", "loads", "all_gather_object", "broadcast_object_list"}
             elif number in (3, 4, 5, 6, 7, 8):  # a key, a parameter, both gone again, and another string twice
                 assert counts["dumps"]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+def share_from_a_device() -> list[list[str]]:
+    """Shares tensors between ranks whose device is one without numbers; returns where they are read."""
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank)
+    device = torch.device("meta")
+    gather, everyone = Gather(dist.group.WORLD, device), Gather(dist.group.WORLD)
+    broadcast = Broadcast(dist.group.WORLD, 1, is_source=rank == 1, device=device)
+    seen = []
+    for value in (1.0, 2.0):  # a new layout, and the same once more
+        there = torch.full((3,), value).as_subclass(Elsewhere)
+        report = Report(1.0, 1, [LogCall("loss", there.sum(), torch.float32, None, {})])
+        tree = {"here": torch.full((3,), value), "there": there}
+        outcome = Outcome((0, 0), (there.sum(), torch.float32), report, tree, {}, counts=True).as_tree()
+        for read in (*gather(outcome), *everyone(outcome), broadcast(outcome)):
+            if read is outcome:
+                continue  # of the source
+            found = Outcome.of_tree(read)
+            assert (found.loss[0], found.report.calls[0].value) == (3 * value, 3 * value)
+            assert found.extras["here"].tolist() == [value] * 3
+            seen.append([found.extras[name].device.type for name in ("here", "there")])
+    return seen
+
+
+def test_tensors_are_read_on_the_kind_of_device_on_which_they_were(world: World) -> None:
+    gathered, on_the_cpu, shared = [["cpu", "meta"]] * 2, [["cpu", "cpu"]] * 2, [["cpu", "meta"]]
+    assert world.run(share_from_a_device, size=2) == [(gathered + on_the_cpu + shared) * 2, (gathered + on_the_cpu) * 2]
