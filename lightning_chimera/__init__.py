@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
+    from lightning_chimera.launch import leave_job
     from lightning_chimera.partition.anatomy import Family, register_family
     from lightning_chimera.strategy import ChimeraStrategy
 
-__all__ = ["ChimeraStrategy", "Family", "register_family"]
+__all__ = ["ChimeraStrategy", "Family", "leave_job", "register_family"]
 __version__ = "0.1.0"
 
 
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from lightning_chimera.strategy import ChimeraStrategy
 
         return ChimeraStrategy
+    if name == "leave_job":
+        from lightning_chimera.launch import leave_job
+
+        return leave_job
     if name in ("Family", "register_family"):
         from lightning_chimera.partition import anatomy
 

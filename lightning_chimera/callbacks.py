@@ -162,10 +162,21 @@ class ValidationLosses(Callback):
 
     Attributes:
         values: The losses, in the order of the validations.
+        has_begun: Whether a batch was about to be asked for, be it for the sanity check; before that most errors are
+            mistakes in a config.
     """
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.has_begun = False
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from lightning_chimera.runtime.watch import GRACE
 PARENT = "LIGHTNING_CHIMERA_PARENT"
 """Tells a child the process that has started it."""
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+_LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # elsewhere no rank is started
 
 
 class Children:
@@ -66,6 +67,18 @@ class Children:
 
     def join(self) -> None:
         """Waits for their end; if one fails, this process leaves with its exit code, as it might not by itself."""
+        code = self._finish()
+        if code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(max(code, 1))
+
+    def close(self) -> int:
+        """Waits for their end, and forgets them; returns the exit code of one that has failed, or 0."""
+        atexit.unregister(self.join)
+        return self._finish()
+
+    def _finish(self) -> int:
         self._is_over.set()
         before_leaving.remove(self.end)
         deadline = time.monotonic() + self._patience
@@ -74,15 +87,7 @@ class Children:
         self._wait(GRACE + BOUND)
         codes = [code for _, code in self._failed()] or [1] * self._running()
         self.end()
-        if codes:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(max(codes[0], 1))
-
-    def close(self) -> None:
-        """Waits for their end, and forgets them."""
-        atexit.unregister(self.join)
-        self.join()
+        return codes[0] if codes else 0
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -143,7 +148,8 @@ def look_after_parent(parent: BaseProcess | None = None, *, is_near: bool = True
     _looking = os.getpid()
     is_alive = (lambda: os.getppid() == pid) if parent is None or is_near else parent.is_alive
     threading.Thread(target=_end_after, args=(pid, is_alive), name="chimera-parent", daemon=True).start()
-    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 _looking = 0

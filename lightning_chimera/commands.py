@@ -9,6 +9,20 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 
+def check_system(num_ranks: int) -> None:
+    """Refuses a run of several processes where they could not look after each other.
+
+    Raises:
+        MisconfigurationException: This is not Linux.
+    """
+    if num_ranks > 1 and sys.platform != "linux":
+        raise MisconfigurationException(
+            f"A run of {num_ranks} processes needs Linux, by whose means ranks hand over and look after each other, and"
+            f" this is {sys.platform!r}. Here a single process trains (devices=1, with a schedule such as '1f1b'), and"
+            " `lightning-chimera` shows schedules."
+        )
+
+
 def check_session(start_method: str, num_processes: int) -> None:
     """Refuses to start ranks from a notebook or a prompt but by a fork.
 
@@ -63,6 +77,7 @@ def command(local_rank: int) -> tuple[list[str], str | None]:
         f'hydra.run.dir="{config.runtime.output_dir}"',
         f"hydra.job.name=train_ddp_process_{local_rank}",
         "hydra.output_subdir=null",
+        "hydra.mode=RUN",  # also where the config itself asks for a sweep
     ], get_original_cwd()
 
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pickle import PicklingError
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_chimera.children import Children, environment, look_after_parent, restore
@@ -124,16 +125,39 @@ _job: _Job | None = None
 
 
 def leave_earlier_job() -> None:
-    """Ends the processes of an earlier job of a sweep, so that the next one starts its own."""
-    global _job
-    if _job is None or _job.name == name_of_job():
+    """Ends the processes of an earlier job of a sweep that has not left itself, so that the next one starts its own."""
+    if _job is not None and _job.name != name_of_job():
+        code = _leave(_job)
+        if code:
+            rank_zero_warn(f"A process of an earlier job of this sweep has ended with exit code {code}.")
+
+
+def leave_job() -> None:
+    """Ends the processes of this job of a Hydra sweep, and leaves this one as the job has found it.
+
+    To be called in the end of a job, in a ``finally``, so that the next one may train by another strategy. Outside of
+    sweeps it does nothing.
+
+    Raises:
+        RuntimeError: One of the processes has failed, and no error is on its way that says so.
+    """
+    if _job is None or name_of_job() is None:
         return
-    job, _job = _job, None
+    code = _leave(_job)
+    if code and sys.exception() is None:
+        raise RuntimeError(f"A process of this job has ended with exit code {code}; see what it has printed.")
+
+
+def _leave(job: _Job) -> int:
+    """Ends a job; returns the exit code of one of its processes that has failed, or 0."""
+    global _job
+    _job = None
     stop_watching()
     if dist.is_initialized():
         dist.destroy_process_group()
-    job.children.close()
+    code = job.children.close()
     restore(job.before)
+    return code
 
 
 class FunctionLauncher(_MultiProcessingLauncher):

@@ -47,7 +47,7 @@ from lightning_chimera.checks import (
     recomputed_stages,
 )
 from lightning_chimera.clipping import route_clipping
-from lightning_chimera.commands import check_session
+from lightning_chimera.commands import check_session, check_system
 from lightning_chimera.decisions import Decisions
 from lightning_chimera.engine import Engine
 from lightning_chimera.facts import facts_of_optimizers, facts_of_run
@@ -256,6 +256,7 @@ class ChimeraStrategy(WholeModelCalls):
         if isinstance(self.cluster_environment, SLURMEnvironment):
             slurm.choose_port()
         start_method = self._settings.start_method
+        check_system(self.num_processes * self.num_nodes)
         check_session(start_method, self.num_processes)
         patience = self._settings.longest_wait.total_seconds()
         if start_method == "popen" or self.cluster_environment.creates_processes_externally:

@@ -34,9 +34,19 @@ def run(config: DictConfig) -> float | None:
         The last validation loss, which a sweep may minimise; None if there was no validation.
 
     Raises:
-        CompactHydraException: If something is wrong before the first step, with the message alone, since that is
+        CompactHydraException: If something is wrong before the first batch, with the message alone, since that is
             most likely a mistake in the config. `HYDRA_FULL_ERROR=1` shows where it came from.
     """
+    from lightning_chimera.launch import leave_job
+
+    try:
+        return _fit(config)
+    finally:
+        leave_job()
+
+
+def _fit(config: DictConfig) -> float | None:
+    """As `run`; the processes of a sweep's job are still there afterwards."""
     import lightning as L
     from hydra.utils import instantiate
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -48,8 +58,8 @@ def run(config: DictConfig) -> float | None:
     # Plain containers, not OmegaConf's: they end up in checkpoints, which load with weights_only=True.
     datamodule = instantiate(config.data, _convert_="all")
     module = instantiate(config.model, _convert_="all")
-    callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
-    callbacks.append(seen := ValidationLosses())
+    callbacks = [seen := ValidationLosses()]  # the first, as it notes that the run has begun
+    callbacks += [instantiate(callback, _convert_="all") for callback in config.callbacks.values()]
     loggers = [_build_logger(name, logger) for name, logger in config.logger.items()]
     trainer = instantiate(config.trainer, logger=loggers, callbacks=callbacks, _convert_="all")
     try:
@@ -59,7 +69,7 @@ def run(config: DictConfig) -> float | None:
         L.seed_everything(config.seed, workers=True, verbose=False)
         trainer.fit(module, datamodule=datamodule, ckpt_path=_checkpoint(config))
     except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
-        if trainer.global_step > 0:
+        if seen.has_begun:
             raise
         raise CompactHydraException(f"{type(error).__name__}: {error}") from error
     # Of spawned processes this one gets the metrics only, and so the last loss.

@@ -1,5 +1,6 @@
 """What an error says: of this rank, of another that does not answer, or of one that is late."""
 
+import os
 import re
 import sys
 import traceback
@@ -49,3 +50,4 @@ def silence(error: BaseException) -> None:
             before(kind, raised, trace)
 
     sys.excepthook = hook
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # has Hydra leave the printing of what a job raises to Python

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import Tensor
 
-from lightning_chimera import commands, rendezvous
+from lightning_chimera import children, commands, rendezvous
 from lightning_chimera.children import Children
 
 from . import script
@@ -353,6 +353,46 @@ def test_what_cannot_be_sent_to_another_process_is_named(world: World, what: str
     where = rf"start_method='{method}' sends .* can't be sent: .*fit_what_cannot_be_sent.<locals>.{name}'\. .*'popen'"
     with pytest.raises(RankFailed, match=where):
         world.run(fit_what_cannot_be_sent, what, method, size=1, limit=30.0)
+
+
+ELSEWHERE = """
+import ctypes, importlib, os, pkgutil, signal, sys
+import torch, lightning.pytorch, torchmetrics, matplotlib.pyplot, hydra, typer, rich.console
+import transformers.models.gpt2.modeling_gpt2, transformers.models.bert.modeling_bert
+import multiprocessing.popen_fork, multiprocessing.shared_memory
+
+sys.platform = "darwin"
+def library(name, *_):
+    raise OSError(name)
+ctypes.CDLL = library
+del signal.SIGUSR1, os.memfd_create, os.sched_getaffinity, os.pidfd_open
+import lightning_chimera
+for module in pkgutil.walk_packages(lightning_chimera.__path__, "lightning_chimera."):
+    if ".conf" not in module.name and ".recipes" not in module.name:
+        importlib.import_module(module.name)
+"""
+"""Imports all of the package where much of Linux is missing."""
+
+
+def train_elsewhere(ranks: int) -> float:
+    """Trains as on a machine that does not run Linux."""
+    forget_rank()
+    start_nothing()
+    sys.platform = "darwin"  # type: ignore[misc]
+    children._LIBC = None
+    torch.manual_seed(0)
+    trainer = make_trainer(Cell("1f1b", ranks), max_epochs=1)
+    trainer.fit(LanguageModule(exact=False), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.contract("Launch", "several processes on another system than Linux", "refused")
+def test_elsewhere_than_on_linux_one_process_trains_and_several_are_refused(world: World) -> None:
+    subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, cwd=Path(__file__).parents[2], timeout=100.0)
+    ((loss, _),) = world.run(train_plainly, size=1)
+    assert world.run(train_elsewhere, 1, size=1) == [pytest.approx(loss, rel=1e-4)]
+    with pytest.raises(RankFailed, match=r"A run of 2 processes needs Linux, .* and this is 'darwin'\."):
+        world.run(train_elsewhere, 2, size=1)
 
 
 def train_in_a_job(kind: str, method: str) -> tuple[int, int, float]:

@@ -2,15 +2,18 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hydra.errors import CompactHydraException
+from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_chimera.train import _check_launch, _checkpoint, run
@@ -228,6 +231,95 @@ def test_a_mistake_in_the_data_ends_with_its_message(compose_run, tmp_path):
     assert "but 100000 are needed. Use more text, or lower sequence_length or batch_size." in result.stderr
     assert "HYDRA_FULL_ERROR=1" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+APP = """
+import os
+
+import hydra
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_chimera.modules import CausalLanguageModel
+
+
+class Raises(CausalLanguageModel):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.max_steps == 1:
+            raise ValueError("the fault")
+        return super().training_step(batch, batch_idx)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="mine")
+def main(config):
+    from lightning_chimera.train import run
+
+    try:
+        run(config)
+    finally:
+        print(HydraConfig.get().mode.name, dist.is_initialized(), os.environ.get("LOCAL_RANK"), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+"""
+MINE = """
+hydra:
+  searchpath: [pkg://lightning_chimera.conf, pkg://lightning_chimera.recipes]
+  mode: {mode}
+  sweeper:
+    params:
+      trainer.max_steps: 1,2
+defaults: [gpt2_tiny, _self_]
+model:
+  _target_: app.Raises
+"""
+
+
+def own_project(folder: Path, mode: str) -> tuple[str, str]:
+    """Writes an application with a sweep in its config; its step raises on all ranks if max_steps is 1."""
+    (folder / "conf").mkdir()
+    (folder / "app.py").write_text(APP)
+    (folder / "conf" / "mine.yaml").write_text(MINE.format(mode=mode))
+    return sys.executable, str(folder / "app.py")
+
+
+@pytest.mark.contract("Launch", "a Hydra application whose step fails: its traceback, and where in the run, once")
+def test_an_error_in_the_first_step_is_shown_once_with_its_traceback_and_place(tmp_path: Path) -> None:
+    options = [*QUICK, "trainer.max_steps=1"]
+    done = command_line(tmp_path, *options, program=own_project(tmp_path, "RUN"))
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the fault") == 1, done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert 'raise ValueError("the fault")' in done.stderr
+    assert re.search(r"^chimera: rank [01] of 2 failed at: step 0, train in training_step, stage", done.stderr, re.M)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_an_error_of_a_callback_at_the_start_of_training_is_no_mistake_in_the_config(compose_run, validates) -> None:
+    options = [*QUICK, *SINGLE, *([] if validates else ["trainer.limit_val_batches=0"])]
+    with pytest.raises(ValueError, match="the fault"):
+        run(compose_run("gpt2_tiny", *options, f"+callbacks.fails._target_={__name__}.Fails"))
+
+
+class Fails(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise ValueError("the fault")
+
+
+@pytest.mark.contract("Launch", "a Hydra sweep that the config declares; a job that fails, and the next one trains")
+def test_a_sweep_of_the_config_goes_on_behind_a_job_that_fails(tmp_path: Path) -> None:
+    options = [one for one in QUICK if not one.startswith("trainer.max_steps")]
+    program, folder = own_project(tmp_path, "MULTIRUN"), "hydra.sweep.dir={}/sweep"
+    done = command_line(tmp_path, *options, program=program, folder=folder)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the fault") == 1, done.stderr
+    assert len(logged(tmp_path / "sweep" / "1", "train/loss")) == 2, done.stderr
+    assert done.stdout.count("global rank") == 2, "a plan for each"
+    lines = done.stdout.splitlines()
+    assert lines.count("MULTIRUN False None") == 2, "each job is left as it was found"
+    assert "RUN True 1" in lines, "the other rank runs one job"
+    assert "MULTIRUN True 1" not in lines, "and no sweep of its own"
 
 
 SWEEP = ["optimizer.lr=0.0,0.01", "scheduler.num_warmup_steps=0"]
