@@ -99,8 +99,8 @@ Choices that were made once, by figures of the machine of the tables above, and 
 - **Ranks of one host hand over through shared memory**, not by gloo over loopback. A hop of 1 MiB took 398 us in the
   place of 770; `chimera_split` on 4 ranks 268.9 ms in the place of 276.6 with messages of 1 MiB, and 274.7 in the place
   of 297.1 with 4 MiB.
-- **The gradient of embeddings is dense.** It takes 4.1 ms, and the head's, of the same table, 282 ms: a sparse one
-  could save no more than the first, and saved 0.8 ms where it is added to the second.
+- **The gradient of embeddings is dense.** It took 4.1 ms where a sparse one took 0.8, but the table is most often that
+  of the head, whose dense gradient took 282 ms and has to be added to it.
 """
 
 NO_FIGURE = "(no figure yet)"
