@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_chimera.children import PARENT, look_after_parent
 from lightning_chimera.runtime.watch import stop_watching
 
-from .faults import FAULTS, PLACES, SAYS_OF_ROW, STEP, checkpoints, suffer, train_until
+from .faults import FAULTS, LOCK, PLACES, SAYS_OF_ROW, STEP, checkpoints, suffer, train_until
 from .fidelity import Cell, make_trainer
 from .launches import PYTHON, TORCHRUN, launch
 from .users import ROWS, LanguageModule, make_loader, make_rows
@@ -223,7 +223,7 @@ REAL = [
     ("popen", 0, "SIGKILL"),
     *(
         pytest.param(method, rank, fault, marks=pytest.mark.long)
-        for method, fault, rank in product(PREFIXES, FAULTS, (0, 1))
+        for method, fault, rank in product(PREFIXES, [*FAULTS, *LOCK], (0, 1))
         if (method, rank, fault) not in (("popen", 1, "exception"), ("popen", 0, "SIGKILL"))
     ),
 ]
@@ -249,7 +249,7 @@ def test_a_fault_in_a_real_run_is_on_the_screen_once_and_leaves_nothing(
         tmp_path, *PREFIXES[method], folder=str(tmp_path), victim=victim, stall_timeout=STALL_TIMEOUT, **options
     )
     assert ended.code not in (0, None), ended.screen
-    stall = STALL_TIMEOUT if fault == "SIGSTOP" else 0.0
+    stall = STALL_TIMEOUT if fault in STALLS else 0.0
     assert ended.at - float((tmp_path / "when").read_text()) < stall + BOUND + SLACK, ended.screen
     said = rf"chimera: rank {rank} of 2 has {'vanished' if fault == 'SIGKILL' else 'stalled'}"
     if fault in SAYS:
