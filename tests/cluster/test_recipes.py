@@ -150,6 +150,27 @@ def test_a_job_that_is_told_to_make_room_goes_on_where_it_was(cluster: Cluster, 
 
 
 @pytest.mark.long
+def test_a_job_that_begins_with_a_given_checkpoint_goes_on_from_its_own(
+    cluster: Cluster, world: World, tmp_path: Path
+) -> None:
+    train_plainly(world, tmp_path)
+    given = tmp_path / "plain" / "checkpoints" / "last.ckpt"
+    job = cluster.submit(
+        SCRIPTS / "train.sbatch",
+        *overrides(tmp_path, *LONGER, f"ckpt_path={given}"),
+        options=ONE_EACH,
+        env=environment(tmp_path),
+    )
+    cluster.wait_for_output(job, "Restored all states")
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait_to_end(job, 300.0, restarts=1) == "COMPLETED", cluster.output(job)
+    ((step, path),) = re.findall(r"Saved step (\d+) to (\S+)", cluster.output(job))
+    assert 3 <= int(step) < STEPS
+    resumed = re.findall(r"Restored all states from the checkpoint at (\S+)", cluster.output(job))
+    assert resumed == [str(given), path], cluster.output(job)
+
+
+@pytest.mark.long
 def test_a_job_that_is_requeued_from_outside_goes_on_where_it_was_told_to_end(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(
         SCRIPTS / "train.sbatch", *overrides(tmp_path, *LONGER), options=ONE_EACH, env=environment(tmp_path)
