@@ -25,9 +25,9 @@ class Module(L.LightningModule):
 class Trainer:
     """Stands in for Lightning's: fit raises what the module holds."""
 
-    def __init__(self, logger, callbacks, global_step=0, global_zero=True, log_dir=None):
+    def __init__(self, logger, callbacks, has_begun=False, global_zero=True, log_dir=None):
         self.callbacks = callbacks
-        self.global_step = global_step
+        self.has_begun = has_begun
         self.is_global_zero = global_zero
         self.loggers = [SimpleNamespace(log_dir=log_dir)]
         self.checkpoint_callback = SimpleNamespace(best_model_path="some/best.ckpt")
@@ -35,11 +35,13 @@ class Trainer:
         self.callback_metrics = {}
 
     def fit(self, module, datamodule, ckpt_path):
+        if self.has_begun:
+            self.callbacks[0].on_train_start(self, module)
         if module.message:
             raise ValueError(module.message)
         for loss in (7.5, 5.25):
             self.callback_metrics["val/loss"] = SimpleNamespace(item=lambda loss=loss: loss)
-            self.callbacks[-1].on_validation_end(self, module)
+            self.callbacks[0].on_validation_end(self, module)
 
 
 class Data:
@@ -97,7 +99,7 @@ def test_a_mistake_in_data_or_optimizer_is_told_before_anything_is_started(tmp_p
         train.run(mistaken)
 
 
-def test_a_mistake_before_the_first_step_is_told_without_a_traceback(tmp_path):
+def test_a_mistake_before_the_first_batch_is_told_without_a_traceback(tmp_path):
     with pytest.raises(CompactHydraException, match=re.escape("ValueError: 3 stages are odd")) as caught:
         train.run(config(tmp_path, message="3 stages are odd"))
     assert isinstance(caught.value.__cause__, ValueError)
@@ -105,7 +107,7 @@ def test_a_mistake_before_the_first_step_is_told_without_a_traceback(tmp_path):
 
 def test_a_failure_during_training_keeps_its_traceback(tmp_path):
     with pytest.raises(ValueError, match="a bug"):
-        train.run(config(tmp_path, message="a bug", global_step=1))
+        train.run(config(tmp_path, message="a bug", has_begun=True))
 
 
 def test_the_summary_says_where_everything_lies_and_whether_it_learned(tmp_path, capsys):

@@ -135,7 +135,8 @@ def test_command_finds_recipes_in_the_installation_of_these_tests(tmp_path):
 def project(tmp_path: Path) -> Path:
     """Another Hydra project: the files that docs/recipes.md shows, each with its path in its first line."""
     blocks = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", RECIPES_PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in blocks] == ["conf/mine.yaml", "conf/model/wide.yaml", "train.py", "conf/own.yaml"]
+    names = ["conf/mine.yaml", "conf/model/wide.yaml", "train.py", "conf/own.yaml", "own.py"]
+    assert [name for name, _ in blocks] == names
     folder = tmp_path / "project"
     for name, text in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,13 +144,13 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def run_project(python: Path, project: Path, *arguments: str) -> str:
-    """Runs the other project's script; the ranks that it starts are not those of this process."""
+def run_project(python: Path, project: Path, *arguments: str, script: str = "train.py") -> str:
+    """Runs a script of the other project; the ranks that it starts are not those of this process."""
     foreign = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in foreign}
     if python != Path(sys.executable):
         environment.pop("PYTHONPATH", None)
-    command = [str(python), "train.py", *arguments]
+    command = [str(python), script, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=110)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -168,6 +169,7 @@ def test_another_project_takes_the_strategy_alone(project: Path) -> None:
         config = OmegaConf.to_container(compose("own"))
     assert config["trainer"]["strategy"]["_target_"] == "lightning_chimera.ChimeraStrategy"
     assert set(config) == {"trainer"}
+    assert run_project(Path(sys.executable), project, script="own.py") == ""  # it makes the Trainer, and trains nothing
 
 
 @pytest.mark.long
