@@ -146,7 +146,15 @@ def go_on_from(folder: Path, other: str, method: str) -> str:
     "ranks that find different checkpoints, or none, as without a shared folder: found at the start, on all of them",
     "refused",
 )
-@pytest.mark.parametrize(("other", "method"), [*((other, "fit") for other in CHECKPOINTS), ("later", "validate")])
+@pytest.mark.parametrize(
+    ("other", "method"),
+    [
+        ("none", "fit"),
+        pytest.param("later", "fit", marks=pytest.mark.long),
+        ("of another run", "fit"),
+        pytest.param("later", "validate", marks=pytest.mark.long),
+    ],
+)
 def test_ranks_that_resume_from_different_checkpoints_all_name_them(
     world: World, tmp_path: Path, other: str, method: str
 ) -> None:

@@ -42,7 +42,7 @@ def train_plainly() -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.contract("Launch", "popen, spawn, forkserver and torchrun")
-@pytest.mark.parametrize("method", PREFIXES)
+@pytest.mark.parametrize("method", ["popen", "torchrun", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, method: str) -> None:
     is_sent = method in ("spawn", "forkserver")
     options = {"start_method": method} if is_sent else {}
@@ -138,7 +138,9 @@ def leave_a_notebook(how: str, hook: str) -> None:
     trainer.fit(LanguageModule(), make_loader(make_rows("gpt2", 4 * ROWS), ROWS))
 
 
-@pytest.mark.parametrize(("how", "hook"), [("sys.exit", "on_train_batch_end"), ("SIGINT", "setup")])
+@pytest.mark.parametrize(
+    ("how", "hook"), [("sys.exit", "on_train_batch_end"), pytest.param("SIGINT", "setup", marks=pytest.mark.long)]
+)
 def test_a_process_whose_forked_ranks_all_leave_does_not_wait_for_a_result(world: World, how: str, hook: str) -> None:
     with pytest.raises(RankFailed, match=r"process [01] terminated with exit code 1"):
         world.run(leave_a_notebook, how, hook, size=1, limit=40.0)
@@ -387,6 +389,7 @@ def train_elsewhere(ranks: int) -> float:
 
 
 @pytest.mark.contract("Launch", "several processes on another system than Linux", "refused")
+@pytest.mark.long
 def test_elsewhere_than_on_linux_one_process_trains_and_several_are_refused(world: World) -> None:
     subprocess.run([sys.executable, "-c", ELSEWHERE], check=True, cwd=Path(__file__).parents[2], timeout=100.0)
     ((loss, _),) = world.run(train_plainly, size=1)

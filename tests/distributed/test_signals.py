@@ -158,6 +158,7 @@ def train_in_a_notebook(folder: str, times: int, seconds: float) -> int:
 @pytest.mark.contract(
     "Launch", "SIGINT to the process alone that has spawned or forked the ranks: it waits for their step"
 )
+@pytest.mark.long
 def test_an_interrupt_of_the_parent_ends_all_ranks_after_a_whole_step(world: World, tmp_path: Path) -> None:
     assert world.run(train_in_a_notebook, str(tmp_path), 1, 3.0, size=1) == [1]
     assert torch.load(tmp_path / "interrupted.ckpt", weights_only=True)["global_step"] > 1
@@ -291,8 +292,8 @@ def as_task(
     ("kind", "context", "at_start"),
     [
         (signal.SIGHUP, "fork", False),
-        (signal.SIGTERM, "fork", False),
-        (signal.SIGUSR1, "spawn", True),
+        pytest.param(signal.SIGTERM, "fork", False, marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR1, "spawn", True, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR1, "spawn", False, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR1, "forkserver", True, marks=pytest.mark.long),
         pytest.param(signal.SIGUSR1, "forkserver", False, marks=pytest.mark.long),
@@ -332,7 +333,7 @@ def warn(folder: str, is_older: bool) -> list[str]:
     return [str(warning.message) for warning in caught if "was saved when a job was requeued" in str(warning.message)]
 
 
-@pytest.mark.parametrize("is_older", [True, False])
+@pytest.mark.parametrize("is_older", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_job_that_would_lose_what_it_saved_when_it_was_requeued_is_warned(
     world: World, tmp_path: Path, is_older: bool
 ) -> None:

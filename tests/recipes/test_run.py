@@ -326,6 +326,7 @@ SWEEP = ["optimizer.lr=0.0,0.01", "scheduler.num_warmup_steps=0"]
 
 
 @pytest.mark.contract("Launch", "a Hydra sweep whose jobs run one after the other, each with processes of its own")
+@pytest.mark.long
 def test_the_jobs_of_a_sweep_each_train_as_a_pipeline(tmp_path: Path) -> None:
     done = command_line(
         tmp_path, "-m", "--config-name", "gpt2_tiny", *QUICK, *SWEEP, f"hydra.sweep.dir={tmp_path}/sweep"
