@@ -42,7 +42,9 @@ def train_plainly() -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.contract("Launch", "popen, spawn, forkserver and torchrun")
-@pytest.mark.parametrize("method", ["popen", "torchrun", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.long if name == "forkserver" else ()) for name in PREFIXES]
+)
 def test_a_script_trains_however_it_is_started(world: World, tmp_path: Path, method: str) -> None:
     is_sent = method in ("spawn", "forkserver")
     options = {"start_method": method} if is_sent else {}
